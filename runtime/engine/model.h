@@ -1,0 +1,109 @@
+/* A model as its files describe it: hyper-parameters, where each tensor lies, special ids, and the sources that the
+ * tokenizer and the chat template are made from. Reads a GGUF file, or a directory with config.json and safetensors.
+ *
+ * For: `dunlin serve`, `dunlin show`, weights.h (which packs the tensors for a device) and runner.h (which computes
+ * with them). Ownership: dn_model_open() allocates, dn_model_close() frees; every pointer in here belongs to the model
+ * or to its mapped files and lives as long. Immutable after dn_model_open(), so any thread may read it.
+ *
+ * Everything that a file says is checked here: a missing, unknown, wrongly shaped or wrongly typed tensor, an
+ * architecture or a rope scaling that the forward pass does not know, is an error that names it. No fallbacks.
+ */
+#ifndef DN_ENGINE_MODEL_H
+#define DN_ENGINE_MODEL_H
+
+#include "base/err.h"
+#include "engine/tensor.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { DN_MODEL_MAX_LAYERS = 1024, DN_MODEL_MAX_EOS = 16, DN_MODEL_MAX_VOCAB = 1 << 21 };
+
+enum dn_arch { DN_ARCH_LLAMA, DN_ARCH_QWEN2, DN_ARCH_QWEN3, DN_ARCHS };
+const char *dn_arch_name(enum dn_arch a); /* "llama" "qwen2" "qwen3" */
+
+enum dn_model_source { DN_MODEL_GGUF, DN_MODEL_HF };
+
+struct dn_hyper {
+    enum dn_arch arch;
+    uint32_t n_layers, dim, ff_dim, n_heads, n_kv_heads, head_dim, n_vocab;
+    uint32_t context_tokens; /* what the model was trained for */
+    uint32_t rotary_dim;
+    bool rope_interleaved; /* GGUF of arch llama: its converter permutes the rows of q and k */
+    bool qkv_bias, qk_norm, tied_head;
+    float norm_eps;
+    double rope_theta;
+    bool rope_llama3; /* scaled as Llama 3.1 does, by the four numbers below (config.json) */
+    double rope_factor, rope_low, rope_high, rope_original;
+};
+
+/* Places of the tensors of a model. Those before DN_T_ATTN_NORM exist once, the others in each layer. */
+enum dn_tensor_role {
+    DN_T_EMBED,      /* [n_vocab][dim] */
+    DN_T_FINAL_NORM, /* [dim] */
+    DN_T_HEAD,       /* [n_vocab][dim], absent when tied */
+    DN_T_ROPE_FREQS, /* [rotary_dim / 2], optional: divides the frequencies (GGUF's form of Llama 3.1's scaling) */
+    DN_T_ATTN_NORM,  /* [dim] */
+    DN_T_Q,          /* [n_heads * head_dim][dim] */
+    DN_T_K,          /* [n_kv_heads * head_dim][dim] */
+    DN_T_V,
+    DN_T_Q_BIAS,
+    DN_T_K_BIAS,
+    DN_T_V_BIAS,
+    DN_T_Q_NORM, /* [head_dim] */
+    DN_T_K_NORM,
+    DN_T_O,        /* [dim][n_heads * head_dim] */
+    DN_T_FFN_NORM, /* [dim] */
+    DN_T_GATE,     /* [ff_dim][dim] */
+    DN_T_UP,
+    DN_T_DOWN, /* [dim][ff_dim] */
+    DN_T_ROLES,
+    DN_T_LAYER_ROLES = DN_T_ROLES - DN_T_ATTN_NORM
+};
+
+struct dn_model {
+    char *path;
+    char *name;      /* general.name, or the last part of the path; never empty */
+    char *type_text; /* "GGUF Q4_1", "safetensors BF16": the type of most weight bytes, for the receipt */
+    enum dn_model_source source;
+    struct dn_hyper hyper;
+    uint64_t n_params;
+    uint64_t file_bytes; /* of tensor data */
+
+    int32_t
+        eos_id[DN_MODEL_MAX_EOS]; /* union of everything that the files call end of text or turn; ends a generation */
+    size_t n_eos;
+    int32_t bos_id; /* -1: none */
+    bool add_bos;   /* the files ask for bos in front of a plain prompt */
+
+    /* Tokenizer: of a GGUF file its metadata (gguf), else one of these paths is set. */
+    struct dn_gguf *gguf;     /* NULL for a directory */
+    char *tokenizer_json;     /* path or NULL */
+    char *tokenizer_tiktoken; /* path of tiktoken.model or NULL */
+    char *tokenizer_config;   /* path of tokenizer_config.json or NULL */
+
+    char *chat_template; /* NUL-terminated Jinja text or NULL */
+    size_t chat_template_len;
+    const char *chat_template_from; /* "tokenizer.chat_template", "chat_template.jinja", ... or NULL; static */
+
+    /* Internal to model*.c and weights.c: use dn_model_tensor(). */
+    struct dn_safetensors *safetensors;
+    const struct dn_tensor *global[DN_T_ATTN_NORM];
+    const struct dn_tensor *(*layer)[DN_T_LAYER_ROLES]; /* [n_layers] */
+};
+
+/* Opens a .gguf file or a directory. Errors: DN_MODEL_FILE, DN_IO; the text begins with the path. */
+int dn_model_open(const char *path, struct dn_model **out, struct dn_err *err);
+void dn_model_close(struct dn_model *m);
+
+/* The tensor of a role, NULL if the model has none; layer is ignored for roles that exist once. */
+const struct dn_tensor *dn_model_tensor(const struct dn_model *m, enum dn_tensor_role role, uint32_t layer);
+
+/* Bytes that one token takes in the KV cache, without page rounding: bf16 and fp8 (with its scales). */
+uint64_t dn_model_kv_bytes(const struct dn_model *m, bool fp8);
+
+/* Inverse rope frequencies [rotary_dim / 2], scaling included. */
+void dn_model_rope_freqs(const struct dn_model *m, double *inv_freq);
+
+#endif

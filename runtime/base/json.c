@@ -36,14 +36,14 @@ static const char *reason(enum json_error_code code)
 
 int dn_json_parse(const char *bytes, size_t n, json_t **out, struct dn_err *err)
 {
+    if (n == 0)
+        return dn_err_set(err, DN_INVALID_JSON, "not valid JSON: the text is empty");
     json_error_t e;
     json_t *value = json_loadb(bytes, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &e);
     if (!value) {
         enum json_error_code code = json_error_code(&e);
         if (code == json_error_out_of_memory)
             return dn_err_set(err, DN_NO_MEMORY, "not enough memory to read the JSON body");
-        if (e.line < 1)
-            return dn_err_set(err, DN_INVALID_JSON, "not valid JSON: %s", n == 0 ? "the text is empty" : reason(code));
         return dn_err_set(err, DN_INVALID_JSON, "not valid JSON: line %d, column %d: %s", e.line, e.column,
                           reason(code));
     }

@@ -1,0 +1,15 @@
+# tests/threads/x_threads.c: plain programs about threads (no forking runner, so that the thread sanitizer sees them).
+# The table names the layer that each is linked with.
+set(dn_threads_layer_inbox base)
+file(GLOB thread_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/threads/*_threads.c)
+foreach(source ${thread_tests})
+  get_filename_component(name ${source} NAME_WE)
+  string(REGEX REPLACE "_threads$" "" unit ${name})
+  if(NOT DEFINED dn_threads_layer_${unit})
+    message(FATAL_ERROR "${source}: name the layer of ${unit} in tests/cmake/tests_threads.cmake")
+  endif()
+  add_executable(${name} ${source})
+  target_link_libraries(${name} PRIVATE dn_${dn_threads_layer_${unit}})
+  add_test(NAME threads.${unit} COMMAND ${name})
+  set_tests_properties(threads.${unit} PROPERTIES LABELS "threads;${dn_threads_layer_${unit}}" TIMEOUT 120)
+endforeach()

@@ -1,20 +1,20 @@
 /* The boundary between the C runtime and the machines it runs on: one table of operations, one parameter struct each.
  *
- * For: the forward pass (runtime/engine/forward_*.c) is written once against this table. kernels/cpu is always built in;
- * kernels/cuda is a shared library that exports dn_kernels_open_cuda(); tests/ hold a naive float64 oracle for both.
- * No CUDA type crosses this header and nothing outside kernels/ knows which backend runs.
+ * For: the forward pass (runtime/engine/forward_*.c) is written once against this table. kernels/cpu is always built
+ * in; kernels/cuda is a shared library that exports dn_kernels_open_cuda(); tests/ hold a naive float64 oracle for
+ * both. No CUDA type crosses this header and nothing outside kernels/ knows which backend runs.
  *
  * Memory: "device" pointers belong to the backend's address space and are opaque to the runtime (the CPU's happen to be
  * readable: only tests use that). All of it is taken when the node starts. Strides are dense, row-major. Activations
  * ("act") have the backend's own type (f32 on the CPU, bf16 on CUDA): the runtime only hands buffers of
  * dn_kernels.act_bytes a value from one operation to the next. The residual stream and logits are f32 everywhere.
  *
- * Order: operations of a device run in the order of the calls and may be asynchronous; step_wait() waits. An operation reads
- * everything that changes from step to step through `struct dn_step` (uploaded by step_begin() in one copy), so
+ * Order: operations of a device run in the order of the calls and may be asynchronous; step_wait() waits. An operation
+ * reads everything that changes from step to step through `struct dn_step` (uploaded by step_begin() in one copy), so
  * that a backend can record the calls of a step once and replay them (CUDA graphs).
  *
- * Determinism: the result for a row depends on that row's inputs alone, bit for bit: not on the batch around it, the chunking
- * of its prefill, the number of threads, or whether its prefix was cached. Tests hold every backend to it.
+ * Determinism: the result for a row depends on that row's inputs alone, bit for bit: not on the batch around it, the
+ * chunking of its prefill, the number of threads, or whether its prefix was cached. Tests hold every backend to it.
  *
  * Threads: a device is used by its pool's thread alone. Errors: 0 or -DN_CODE; parameters are the runtime's own, so a
  * violated precondition is a bug (DN_BUG_ON), not an error.
@@ -32,7 +32,8 @@ enum dn_weight_format {
     DN_W_BF16, /* bf16 values */
     DN_W_FP8,  /* e4m3, one f32 scale a 128x128 block: w = q * scale (DeepSeek-V3, arXiv 2412.19437) */
     DN_W_INT8, /* int8, groups of 32 along the input: w = q * scale (GGUF Q8_0) */
-    DN_W_INT4, /* nibbles 0..15, groups of 32 along the input: w = q * scale + offset, or (q - 8) * scale if symmetric */
+    DN_W_INT4, /* nibbles 0..15, groups of 32 along the input: w = q * scale + offset, or (q - 8) * scale if symmetric
+                */
     DN_W_FORMATS
 };
 
@@ -61,14 +62,14 @@ struct dn_matrix {
 /* Some rows of a matrix as the engine read them from a checkpoint. Exactly one group of pointers is set. Packing into
  * the same family (INT4 <- q4, INT8 <- q8, FP8 <- fp8, BF16 <- bf16) is lossless; anything else goes through f32. */
 struct dn_rows {
-    const float *f32;          /* [n][n_in] */
-    const uint16_t *bf16;      /* [n][n_in] */
-    const uint8_t *q4;         /* [n][n_in/2]: column 2b in the low nibble of byte b, 2b+1 in the high one */
-    const int8_t *q8;          /* [n][n_in] */
-    const uint16_t *scale16;   /* [n][n_in/32], f16 or bf16 as the matrix says; q4 and q8 */
-    const uint16_t *offset16;  /* [n][n_in/32]; q4 without `symmetric` */
-    const uint8_t *fp8;        /* [n][n_in] e4m3 */
-    const float *block_scale;  /* [ceil(n/128)][ceil(n_in/128)]; fp8; row0 must be a multiple of 128 */
+    const float *f32;         /* [n][n_in] */
+    const uint16_t *bf16;     /* [n][n_in] */
+    const uint8_t *q4;        /* [n][n_in/2]: column 2b in the low nibble of byte b, 2b+1 in the high one */
+    const int8_t *q8;         /* [n][n_in] */
+    const uint16_t *scale16;  /* [n][n_in/32], f16 or bf16 as the matrix says; q4 and q8 */
+    const uint16_t *offset16; /* [n][n_in/32]; q4 without `symmetric` */
+    const uint8_t *fp8;       /* [n][n_in] e4m3 */
+    const float *block_scale; /* [ceil(n/128)][ceil(n_in/128)]; fp8; row0 must be a multiple of 128 */
 };
 
 /* ---- KV pages --------------------------------------------------------------------------------------------------- */
@@ -87,26 +88,30 @@ struct dn_kv_layout {
         uint32_t pages_per_slab;
     } format[DN_KV_FORMATS];
 };
-/* Fills the derived fields from the first four; slab_pages is chosen near `slab_target_bytes`. Fails if a size overflows. */
+enum { DN_PAGE_TOKENS_STEP = 16 }; /* page_tokens is a multiple: kernels read 16 tokens of a page at a time */
+/* Fills the derived fields from the first four; slab_pages is chosen near `slab_target_bytes`. -DN_INVALID_VALUE if a
+ * size is 0, page_tokens is no multiple of the step, or a page would have 4 GiB or more. */
 int dn_kv_layout_init(struct dn_kv_layout *l, uint32_t n_layers, uint32_t n_kv_heads, uint32_t head_dim,
                       uint32_t page_tokens, uint64_t slab_target_bytes);
-uint64_t dn_kv_page_offset(const struct dn_kv_layout *l, enum dn_kv_format f, uint32_t page); /* from the arena's start */
+/* From the arena's start. An id that the format leaves unused is a bug. */
+uint64_t dn_kv_page_offset(const struct dn_kv_layout *l, enum dn_kv_format f, uint32_t page);
 
 /* ---- Sampling --------------------------------------------------------------------------------------------------- */
 
 enum { DN_MAX_TOP = 20, DN_MAX_BAN = 16 };
 
-/* One row to sample. Reported log-probabilities are of the raw logits (before penalties and temperature). Order: penalties,
- * bans, temperature, top_k, top_p, min_p; drawn by inverse CDF with a counter-based generator of (seed, counter). */
+/* One row to sample. Reported log-probabilities are of the raw logits (before penalties and temperature). Order:
+ * penalties, bans, temperature, top_k, top_p, min_p; drawn by inverse CDF with a counter-based generator of (seed,
+ * counter). */
 struct dn_sample {
     float temperature; /* 0 = greedy (lowest id on ties) */
     float top_p, min_p;
-    int32_t top_k; /* <= 0: all */
+    int32_t top_k;                         /* <= 0: all */
     float repetition, frequency, presence; /* 1, 0, 0 = off; need `slot` */
-    int32_t slot;    /* row of the token counts, -1 = none */
-    int32_t target;  /* >= 0: do not sample, report the log-probability of this id (prompt log-probabilities) */
-    int32_t n_top;   /* alternatives to report, 0..DN_MAX_TOP; -1 = no log-probability at all */
-    int32_t n_ban;   /* ids that must not be drawn (min_tokens) */
+    int32_t slot;                          /* row of the token counts, -1 = none */
+    int32_t target; /* >= 0: do not sample, report the log-probability of this id (prompt log-probabilities) */
+    int32_t n_top;  /* alternatives to report, 0..DN_MAX_TOP; -1 = no log-probability at all */
+    int32_t n_ban;  /* ids that must not be drawn (min_tokens) */
     int32_t ban[DN_MAX_BAN];
     uint64_t seed, counter; /* counter = index of the output token in its sequence */
 };
@@ -126,8 +131,8 @@ struct dn_step_limits {
     uint32_t tokens, seqs, rows, pages; /* pages: of all sequences of a step together */
 };
 
-/* Everything that changes from step to step. Host arrays, owned by the device (step_arrays()), filled by the scheduler's
- * batch builder, uploaded by step_begin(). Sequences occupy consecutive tokens. */
+/* Everything that changes from step to step. Host arrays, owned by the device (step_arrays()), filled by the
+ * scheduler's batch builder, uploaded by step_begin(). Sequences occupy consecutive tokens. */
 struct dn_step {
     uint32_t n_tokens, n_seqs, n_rows;
     int32_t *token_id;    /* [n_tokens] */
@@ -162,33 +167,33 @@ struct dn_rmsnorm {
     const float *weight; /* [dim] device */
     float eps;
     uint32_t dim;
-    bool rows_only;      /* normalise only the step's row_token rows: out is [n_rows][dim]. x is still updated everywhere */
-    void *out;           /* act */
+    bool rows_only; /* normalise only the step's row_token rows: out is [n_rows][dim]. x is still updated everywhere */
+    void *out;      /* act */
 };
 
 /* out = a * W^T (+ bias). n = step->n_tokens, or n_rows if rows_only. */
 struct dn_matmul {
-    const void *a;      /* act [n][w->n_in] */
+    const void *a; /* act [n][w->n_in] */
     const struct dn_matrix *w;
-    const float *bias;  /* [w->n_out] device or NULL */
+    const float *bias; /* [w->n_out] device or NULL */
     bool rows_only;
-    bool out_f32;       /* logits: out is f32, else act */
-    void *out;          /* [n][w->n_out] */
+    bool out_f32; /* logits: out is f32, else act */
+    void *out;    /* [n][w->n_out] */
 };
 
 /* After the fused q|k|v projection: optional per-head RMSNorm of q and k, rotary embedding of both, then K and V
- * are encoded in the sequence's KV format and written to their pages (skipped for sequences with bad != 0). q stays in place.
- * Rotation of pair (a, b) by angle pos * inv_freq[i]: (a cos - b sin, b cos + a sin). */
+ * are encoded in the sequence's KV format and written to their pages (skipped for sequences with bad != 0). q stays in
+ * place. Rotation of pair (a, b) by angle pos * inv_freq[i]: (a cos - b sin, b cos + a sin). */
 struct dn_qkv_write {
     void *qkv; /* act [n_tokens][(n_heads + 2 * n_kv_heads) * head_dim] */
     uint32_t n_heads, n_kv_heads, head_dim;
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
     float norm_eps;
-    const float *rope;  /* device f32 [max_positions][rotary_dim / 2][2] cos, sin */
+    const float *rope; /* device f32 [max_positions][rotary_dim / 2][2] cos, sin */
     uint32_t rotary_dim;
-    bool interleaved;   /* pairs (2i, 2i+1), else (i, i + rotary_dim/2) */
+    bool interleaved; /* pairs (2i, 2i+1), else (i, i + rotary_dim/2) */
     const struct dn_kv_layout *layout;
-    void *arena;        /* KV arena, device */
+    void *arena; /* KV arena, device */
     uint32_t layer;
 };
 
@@ -196,25 +201,25 @@ struct dn_qkv_write {
  * out[t][h] = softmax(scale * q[t][h] . K[0..position[t]]) V over the sequence's pages; GQA: q head h reads kv head
  * h / (n_heads / n_kv_heads). Softmax and accumulation in fp32. Sequences with bad != 0 give zeros. */
 struct dn_attention {
-    const void *q;      /* act, rows of q_stride values */
-    uint32_t q_stride;  /* values from token to token (the fused q|k|v row) */
+    const void *q;     /* act, rows of q_stride values */
+    uint32_t q_stride; /* values from token to token (the fused q|k|v row) */
     uint32_t n_heads, n_kv_heads, head_dim;
     float scale;
     const struct dn_kv_layout *layout;
     const void *arena;
     uint32_t layer;
-    void *out;          /* act [n_tokens][n_heads * head_dim] */
+    void *out; /* act [n_tokens][n_heads * head_dim] */
 };
 
 /* out[i] = silu(gate[i]) * up[i] for rows [gate | up]. */
 struct dn_silu_mul {
     const void *gate_up; /* act [n_tokens][2 * dim] */
     uint32_t dim;
-    void *out;           /* act [n_tokens][dim] */
+    void *out; /* act [n_tokens][dim] */
 };
 
-/* Compares each sequence's (page, tag) pairs with the tag table and writes bad[]; every page that the step reads or writes
- * is covered. Sequences with check == 0 get bad = 0. A page id outside the table is a mismatch. */
+/* Compares each sequence's (page, tag) pairs with the tag table and writes bad[]; every page that the step reads or
+ * writes is covered. Sequences with check == 0 get bad = 0. A page id outside the table is a mismatch. */
 struct dn_check_tags {
     const uint64_t *table; /* device [n_pages] current tags */
     uint32_t n_pages;
@@ -224,17 +229,17 @@ struct dn_check_tags {
 struct dn_sample_rows {
     const float *logits; /* f32 [n_rows][n_vocab] */
     uint32_t n_vocab;
-    uint32_t n_valid;    /* ids >= n_valid have no token (padded head) and are never drawn */
+    uint32_t n_valid; /* ids >= n_valid have no token (padded head) and are never drawn */
 };
 
 /* ---- The table -------------------------------------------------------------------------------------------------- */
 
 struct dn_device_conf {
-    unsigned n_threads;          /* CPU: threads of a step, the caller's included; 0 = all cores */
-    const char *isa;             /* CPU: "auto", "portable", "avx2", "avx512" (tests); NULL = auto */
-    int index;                   /* CUDA: device number */
+    unsigned n_threads; /* CPU: threads of a step, the caller's included; 0 = all cores */
+    const char *isa;    /* CPU: "auto", "portable", "avx2", "avx512" (tests); NULL = auto */
+    int index;          /* CUDA: device number */
     struct dn_step_limits limits;
-    uint32_t n_slots, n_vocab;   /* token counts for penalties: [n_slots][n_vocab] */
+    uint32_t n_slots, n_vocab; /* token counts for penalties: [n_slots][n_vocab] */
 };
 
 struct dn_device {
@@ -254,8 +259,8 @@ struct dn_kernels {
     void (*upload)(struct dn_device *d, void *dst, const void *src, size_t bytes);
     void (*download)(struct dn_device *d, void *dst, const void *src, size_t bytes);
 
-    /* Weights. matrix_bytes from format, sizes and flags; pack rows [row0, row0+n) of an allocated matrix. Packing of disjoint
-     * rows may run on several threads at once if row0 and n are multiples of 128 (or n reaches the end). */
+    /* Weights. matrix_bytes from format, sizes and flags; pack rows [row0, row0+n) of an allocated matrix. Packing of
+     * disjoint rows may run on several threads at once if row0 and n are multiples of 128 (or n reaches the end). */
     size_t (*matrix_bytes)(const struct dn_matrix *m);
     int (*matrix_pack)(struct dn_device *d, struct dn_matrix *m, uint32_t row0, uint32_t n, const struct dn_rows *rows);
 

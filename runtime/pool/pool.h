@@ -1,0 +1,53 @@
+/* A pool: a device, the weights of one model in one format on it, the KV arena, and the pages and prefixes in that
+ * arena.
+ *
+ * For: sched/ decides what a step computes, the pool is what it computes on. All memory is taken by dn_pool_open();
+ * after it a pool can run out of pages, never of memory. Later pools with other roles (prefill, decode) and devices
+ * differ in their conf alone.
+ *
+ * Owned by the node; the model is borrowed and must outlive it. Open and close on any one thread, everything between on
+ * the scheduler's thread, except `prefix` through dn_prefix_peek() and what is constant after open (conf, layout,
+ * plan).
+ */
+#ifndef DN_POOL_POOL_H
+#define DN_POOL_POOL_H
+
+#include "cache/prefix.h"
+#include "engine/runner.h"
+
+struct dn_pool_conf {
+    const char *name;        /* what policies call it; "main" */
+    const char *backend;     /* "cpu" */
+    const char *isa;         /* see dn_device_conf */
+    unsigned n_threads;      /* 0 = all cores */
+    int weights;             /* enum dn_weight_format or DN_WEIGHTS_AUTO */
+    uint32_t max_sequences;  /* running at once; 0 = 32 */
+    uint32_t step_tokens;    /* most tokens of one step; 0 = 512 */
+    uint32_t echo_rows;      /* prompt log-probabilities of one step; 0 = 64 */
+    uint32_t context_tokens; /* longest sequence; 0 = the model's, or what the arena holds */
+    uint32_t page_tokens;    /* 0 = 16 */
+    uint64_t kv_bytes;       /* arena; 0 = room for 4 full contexts in bf16, at most 1 GiB */
+    uint32_t n_valid;        /* ids that have a token; 0 = all */
+    void (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
+    void *progress_ctx;
+};
+
+struct dn_pool {
+    struct dn_pool_conf conf; /* zeros replaced by what was chosen; strings copied */
+    const struct dn_model *model;
+    struct dn_device *device;
+    struct dn_weights *weights;
+    struct dn_runner *runner;
+    struct dn_pages *pages;
+    struct dn_prefix *prefix;
+    uint32_t capacity_tokens[DN_KV_FORMATS]; /* what the whole arena holds in one format */
+};
+
+int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
+                 struct dn_err *err);
+void dn_pool_close(struct dn_pool *p);
+
+/* Brings the device's tag table up to date and runs the step that the arrays describe. */
+int dn_pool_step(struct dn_pool *p, struct dn_err *err);
+
+#endif

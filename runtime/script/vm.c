@@ -274,7 +274,7 @@ int dn_vm_open(struct dn_vm **out, const struct dn_vm_options *options, struct d
 {
     struct dn_vm *vm = dn_alloc0(1, sizeof *vm);
     vm->options = *options;
-    strncpy(vm->name, options->name ? options->name : "lua", sizeof vm->name - 1);
+    snprintf(vm->name, sizeof vm->name, "%s", options->name ? options->name : "lua");
     vm->options.name = vm->name;
     if (!vm->options.code)
         vm->options.code = DN_INTERNAL;

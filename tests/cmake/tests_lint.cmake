@@ -1,0 +1,6 @@
+# The include-layer lint runs with every test; the rest of the linters is ./dev lint.
+find_program(LUAJIT_PROGRAM luajit REQUIRED)
+add_test(NAME lint.layers COMMAND ${LUAJIT_PROGRAM} ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers.lua ${CMAKE_SOURCE_DIR})
+add_test(NAME lint.layers_fails COMMAND ${LUAJIT_PROGRAM} ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers_test.lua
+  ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers.lua ${CMAKE_BINARY_DIR}/lint-cases)
+set_tests_properties(lint.layers lint.layers_fails PROPERTIES LABELS "lint" TIMEOUT 60)

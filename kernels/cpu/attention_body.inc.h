@@ -1,0 +1,474 @@
+/* The attention kernels (attention.h) on the vectors of simd.inc.h. The includer defines ATTN_OPS, the name of its
+ * table. Both products run over register tiles of up to MR rows times NV vectors: scores with the positions of a tile
+ * in the lanes (hence the transposed keys: no sum runs across a vector), outputs with the head's values in the lanes.
+ */
+#include "kernels/cpu/attention.h"
+
+#include <math.h>
+
+enum { TILE = DN_ATTN_TILE, BLOCK = DN_PAGE_TOKENS_STEP };
+
+/* ---- Loading a tile: pages -> f32 ---- */
+
+/* Transposes a block of BLOCK keys: kt[d][0..BLOCK) from k [BLOCK][dim]. */
+INLINE float bf16_value(uint16_t x)
+{
+    uint32_t u = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+INLINE float fp8_value(uint8_t x)
+{
+    uint32_t u = (uint32_t)(x & 0x7f) << 20 | (uint32_t)(x & 0x80) << 24;
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f * 0x1p120f;
+}
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+/* 16 x 16 words: r[i] word j becomes r[j] word i. */
+INLINE void transpose_words(__m512i *r)
+{
+    __m512i t[16], u[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    /* u[4a + c]: in 128-bit part p the words (4p + c) of rows 4a..4a+3 */
+    for (int c = 0; c < 4; c++) {
+        __m512i a = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88), b = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88);
+        __m512i d = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd), e = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
+        r[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+        r[8 + c] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        r[4 + c] = _mm512_shuffle_i32x4(d, e, 0x88);
+        r[12 + c] = _mm512_shuffle_i32x4(d, e, 0xdd);
+    }
+}
+
+static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
+{
+    for (uint32_t d = 0; d < dim; d += 32) {
+        uint32_t n = dim - d < 32 ? dim - d : 32;
+        __mmask32 mask = (__mmask32)(0xffffffffu >> (32 - n));
+        __m512i r[16];
+        for (int i = 0; i < 16; i++)
+            r[i] = _mm512_maskz_loadu_epi16(mask, k + (size_t)i * dim + d);
+        transpose_words(r);
+#pragma GCC unroll 16
+        for (uint32_t j = 0; j < 16; j++) {
+            if (2 * j < n)
+                _mm512_storeu_si512(kt + (d + 2 * j) * TILE, _mm512_slli_epi32(r[j], 16));
+            if (2 * j + 1 < n)
+                _mm512_storeu_si512(kt + (d + 2 * j + 1) * TILE,
+                                    _mm512_and_si512(r[j], _mm512_set1_epi32((int)0xffff0000)));
+        }
+    }
+}
+
+/* e4m3 in the top byte of each word. */
+INLINE __m512 fp8_top(__m512i x)
+{
+    __m512i magnitude = _mm512_and_si512(_mm512_srli_epi32(x, 4), _mm512_set1_epi32(0x07f00000));
+    __m512i sign = _mm512_and_si512(x, _mm512_set1_epi32((int)0x80000000));
+    return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(magnitude, sign)), _mm512_set1_ps(0x1p120f));
+}
+
+static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
+{
+    for (uint32_t d = 0; d < dim; d += 64) {
+        uint32_t n = dim - d < 64 ? dim - d : 64;
+        __mmask64 mask = (__mmask64)(~0ull >> (64 - n));
+        __m512i r[16];
+        for (int i = 0; i < 16; i++)
+            r[i] = _mm512_maskz_loadu_epi8(mask, k + (size_t)i * dim + d);
+        transpose_words(r);
+#pragma GCC unroll 16
+        for (uint32_t j = 0; j < 16; j++) {
+            float *to = kt + (d + 4 * j) * TILE;
+            if (4 * j < n)
+                _mm512_storeu_ps(to, fp8_top(_mm512_slli_epi32(r[j], 24)));
+            if (4 * j + 1 < n)
+                _mm512_storeu_ps(to + TILE, fp8_top(_mm512_slli_epi32(r[j], 16)));
+            if (4 * j + 2 < n)
+                _mm512_storeu_ps(to + 2 * TILE, fp8_top(_mm512_slli_epi32(r[j], 8)));
+            if (4 * j + 3 < n)
+                _mm512_storeu_ps(to + 3 * TILE, fp8_top(r[j]));
+        }
+    }
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+/* 8 x 8 words: r[i] word j becomes r[j] word i. */
+INLINE void transpose_words(__m256i *r)
+{
+    __m256i t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        u[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        u[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {
+        r[c] = _mm256_permute2x128_si256(u[c], u[4 + c], 0x20);
+        r[4 + c] = _mm256_permute2x128_si256(u[c], u[4 + c], 0x31);
+    }
+}
+
+static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
+{
+    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += (size_t)8 * dim) {
+        uint32_t d = 0;
+        for (; d + 16 <= dim; d += 16) {
+            __m256i r[8];
+            for (int i = 0; i < 8; i++)
+                r[i] = _mm256_loadu_si256((const __m256i *)(k + (size_t)i * dim + d));
+            transpose_words(r);
+            for (uint32_t j = 0; j < 8; j++) {
+                float *to = kt + (d + 2 * j) * TILE;
+                _mm256_storeu_si256((__m256i *)to, _mm256_slli_epi32(r[j], 16));
+                _mm256_storeu_si256((__m256i *)(to + TILE), _mm256_and_si256(r[j], _mm256_set1_epi32((int)0xffff0000)));
+            }
+        }
+        for (; d < dim; d++) {
+            for (uint32_t i = 0; i < 8; i++)
+                kt[d * TILE + i] = bf16_value(k[(size_t)i * dim + d]);
+        }
+    }
+}
+
+INLINE __m256 fp8_top(__m256i x)
+{
+    __m256i magnitude = _mm256_and_si256(_mm256_srli_epi32(x, 4), _mm256_set1_epi32(0x07f00000));
+    __m256i sign = _mm256_and_si256(x, _mm256_set1_epi32((int)0x80000000));
+    return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(magnitude, sign)), _mm256_set1_ps(0x1p120f));
+}
+
+static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
+{
+    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += (size_t)8 * dim) {
+        uint32_t d = 0;
+        for (; d + 32 <= dim; d += 32) {
+            __m256i r[8];
+            for (int i = 0; i < 8; i++)
+                r[i] = _mm256_loadu_si256((const __m256i *)(k + (size_t)i * dim + d));
+            transpose_words(r);
+            for (uint32_t j = 0; j < 8; j++) {
+                float *to = kt + (d + 4 * j) * TILE;
+                _mm256_storeu_ps(to, fp8_top(_mm256_slli_epi32(r[j], 24)));
+                _mm256_storeu_ps(to + TILE, fp8_top(_mm256_slli_epi32(r[j], 16)));
+                _mm256_storeu_ps(to + 2 * TILE, fp8_top(_mm256_slli_epi32(r[j], 8)));
+                _mm256_storeu_ps(to + 3 * TILE, fp8_top(r[j]));
+            }
+        }
+        for (; d < dim; d++) {
+            for (uint32_t i = 0; i < 8; i++)
+                kt[d * TILE + i] = fp8_value(k[(size_t)i * dim + d]);
+        }
+    }
+}
+#else
+static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
+{
+    for (uint32_t d = 0; d < dim; d++) {
+        for (uint32_t i = 0; i < BLOCK; i++)
+            kt[d * TILE + i] = bf16_value(k[(size_t)i * dim + d]);
+    }
+}
+
+static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
+{
+    for (uint32_t d = 0; d < dim; d++) {
+        for (uint32_t i = 0; i < BLOCK; i++)
+            kt[d * TILE + i] = fp8_value(k[(size_t)i * dim + d]);
+    }
+}
+#endif
+
+static void values_bf16(float *v, const uint16_t *x, uint32_t n, uint32_t dim, uint32_t padded)
+{
+    for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
+        uint32_t d = 0;
+        for (; d + VW <= dim; d += VW)
+            v_store(v + d, v_load_bf16(x + d));
+        for (; d < dim; d++)
+            v[d] = bf16_value(x[d]);
+        for (; d < padded; d++)
+            v[d] = 0.0f;
+    }
+}
+
+static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uint32_t padded)
+{
+    for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
+        uint32_t d = 0;
+        for (; d + VW <= dim; d += VW)
+            v_store(v + d, v_load_fp8(x + d));
+        for (; d < dim; d++)
+            v[d] = fp8_value(x[d]);
+        for (; d < padded; d++)
+            v[d] = 0.0f;
+    }
+}
+
+/* Scales of a tile's keys and values; 1 where the format has none. */
+struct tile_scales {
+    float k[TILE], v[TILE];
+};
+
+/* Loads positions [tile, tile + n). Keys come in whole blocks: what lies behind n in the last one is stale and masked.
+ */
+static void load_tile(const struct dn_attn_work *w, uint32_t tile, uint32_t n, struct tile_scales *scales)
+{
+    const struct dn_kv_layout *l = w->layout;
+    uint32_t dim = w->head_dim;
+    uint64_t layer_bytes = (uint64_t)w->layer * l->format[w->format].layer_bytes;
+    for (uint32_t b = 0; b < n; b += BLOCK) {
+        uint32_t page = w->page[(tile + b) / l->page_tokens];
+        const uint8_t *at = w->arena + dn_kv_page_offset(l, w->format, page) + layer_bytes;
+        size_t token = (size_t)w->kv_head * l->page_tokens + (tile + b) % l->page_tokens;
+        uint32_t m = n - b < BLOCK ? n - b : BLOCK;
+        if (w->format == DN_KV_FP8) {
+            keys_fp8(w->kt + b, at + token * dim, dim);
+            values_fp8(w->v + (size_t)b * w->padded_dim, at + l->format[DN_KV_FP8].v_offset + token * dim, m, dim,
+                       w->padded_dim);
+            memcpy(scales->k + b, at + l->format[DN_KV_FP8].k_scale_offset + token * sizeof(float),
+                   BLOCK * sizeof(float));
+            memcpy(scales->v + b, at + l->format[DN_KV_FP8].v_scale_offset + token * sizeof(float),
+                   BLOCK * sizeof(float));
+        } else {
+            const uint16_t *k = (const uint16_t *)at + token * dim;
+            const uint16_t *v = (const uint16_t *)(at + l->format[DN_KV_BF16].v_offset) + token * dim;
+            keys_bf16(w->kt + b, k, dim);
+            values_bf16(w->v + (size_t)b * w->padded_dim, v, m, dim, w->padded_dim);
+        }
+    }
+}
+
+/* ---- Products ---- */
+
+/* s[m][0..nv) = q[m] . keys, vectors of positions from kt on */
+INLINE void score_tile(int mr, int nv, const float *q, uint32_t dim, const float *kt, float *s)
+{
+    vf acc[MR][NV];
+#pragma GCC unroll 8
+    for (int m = 0; m < mr; m++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            acc[m][n] = v_zero();
+    }
+    for (uint32_t d = 0; d < dim; d++) {
+        vf k[NV];
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            k[n] = v_load(kt + (size_t)d * TILE + n * VW);
+#pragma GCC unroll 8
+        for (int m = 0; m < mr; m++) {
+            vf x = v_set(q[(size_t)m * dim + d]);
+#pragma GCC unroll 4
+            for (int n = 0; n < nv; n++)
+                acc[m][n] = v_fma(x, k[n], acc[m][n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < mr; m++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            v_store(s + (size_t)m * TILE + n * VW, acc[m][n]);
+    }
+}
+
+/* o[m][0..nv) = o * alpha[m] + weights p[m][0..count) times values v [count][padded] */
+INLINE void value_tile(int mr, int nv, const float *p, const float *alpha, const float *v, uint32_t count,
+                       uint32_t padded, float *o)
+{
+    vf acc[MR][NV];
+#pragma GCC unroll 8
+    for (int m = 0; m < mr; m++) {
+        vf a = v_set(alpha[m]);
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            acc[m][n] = v_load(o + (size_t)m * padded + n * VW) * a;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        vf x[NV];
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            x[n] = v_load(v + (size_t)i * padded + n * VW);
+#pragma GCC unroll 8
+        for (int m = 0; m < mr; m++) {
+            vf w = v_set(p[(size_t)m * TILE + i]);
+#pragma GCC unroll 4
+            for (int n = 0; n < nv; n++)
+                acc[m][n] = v_fma(w, x[n], acc[m][n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < mr; m++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            v_store(o + (size_t)m * padded + n * VW, acc[m][n]);
+    }
+}
+
+/* Calls tile(mr, nv, ...) with both as constants, so that the accumulators live in registers. */
+#define WITH_ROWS(tile, mr, nv, ...)                                                                                   \
+    switch (mr) {                                                                                                      \
+    case 1:                                                                                                            \
+        tile(1, nv, __VA_ARGS__);                                                                                      \
+        break;                                                                                                         \
+    case 2:                                                                                                            \
+        tile(2, nv, __VA_ARGS__);                                                                                      \
+        break;                                                                                                         \
+    case 3:                                                                                                            \
+        tile(3, nv, __VA_ARGS__);                                                                                      \
+        break;                                                                                                         \
+    case 4:                                                                                                            \
+        tile(4, nv, __VA_ARGS__);                                                                                      \
+        break;                                                                                                         \
+    case 5:                                                                                                            \
+        tile(MR < 5 ? MR : 5, nv, __VA_ARGS__);                                                                        \
+        break;                                                                                                         \
+    default:                                                                                                           \
+        tile(MR, nv, __VA_ARGS__);                                                                                     \
+    }
+#define WITH_TILE(tile, mr, nv, ...)                                                                                   \
+    switch (nv) {                                                                                                      \
+    case 1:                                                                                                            \
+        WITH_ROWS(tile, mr, 1, __VA_ARGS__)                                                                            \
+        break;                                                                                                         \
+    case 2:                                                                                                            \
+        WITH_ROWS(tile, mr, 2, __VA_ARGS__)                                                                            \
+        break;                                                                                                         \
+    case 3:                                                                                                            \
+        WITH_ROWS(tile, mr, (NV < 3 ? NV : 3), __VA_ARGS__)                                                            \
+        break;                                                                                                         \
+    default:                                                                                                           \
+        WITH_ROWS(tile, mr, NV, __VA_ARGS__)                                                                           \
+    }
+
+static void scores(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows, uint32_t columns)
+{
+    for (uint32_t c = 0; c < columns; c += NV * VW) {
+        uint32_t nv = (columns - c) / VW < NV ? (columns - c) / VW : NV;
+        for (uint32_t r = row0; r < n_rows; r += MR) {
+            uint32_t mr = n_rows - r < MR ? n_rows - r : MR;
+            const float *q = w->q + (size_t)r * w->head_dim;
+            float *s = w->s + (size_t)r * TILE + c;
+            WITH_TILE(score_tile, mr, nv, q, w->head_dim, w->kt + c, s)
+        }
+    }
+}
+
+static void outputs(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows, uint32_t count, float *out)
+{
+    for (uint32_t c = 0; c < w->padded_dim; c += NV * VW) {
+        uint32_t left = (w->padded_dim - c) / VW, nv = left < NV ? left : NV;
+        for (uint32_t r = row0; r < n_rows; r += MR) {
+            uint32_t mr = n_rows - r < MR ? n_rows - r : MR;
+            const float *p = w->s + (size_t)r * TILE;
+            float *o = out + (size_t)r * w->padded_dim + c;
+            WITH_TILE(value_tile, mr, nv, p, w->alpha + r, w->v + c, count, w->padded_dim, o)
+        }
+    }
+}
+
+/* Scores of one row over `count` positions become weights e^(s - max); the row's maximum and sum move on. */
+INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile_scales *scales, float *max, float *sum,
+                        float *alpha)
+{
+    vf top = v_set(-INFINITY), x[TILE / VW];
+    uint32_t n = (count + VW - 1) / VW;
+    for (uint32_t i = 0; i < n; i++) {
+        x[i] = v_load(s + i * VW) * v_set(scale);
+        if (scales)
+            x[i] = x[i] * v_load(scales->k + i * VW);
+        if (count - i * VW < VW)
+            x[i] = v_first((int)(count - i * VW), x[i], v_set(-INFINITY));
+        top = v_max(top, x[i]);
+    }
+    float new_max = v_top(top);
+    new_max = *max > new_max ? *max : new_max;
+    vf total = v_zero();
+    for (uint32_t i = 0; i < n; i++) {
+        vf p = v_exp(x[i] - v_set(new_max));
+        total += p;
+        if (scales)
+            p = p * v_load(scales->v + i * VW);
+        v_store(s + i * VW, p);
+    }
+    float a = 1.0f;
+    if (*max != new_max) {
+        float lanes[VW];
+        v_store(lanes, v_exp(v_set(*max - new_max)));
+        a = lanes[0];
+    }
+    *alpha = a;
+    *sum = *sum * a + v_sum(total);
+    *max = new_max;
+}
+
+static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_attn_state *out)
+{
+    struct tile_scales scales;
+    uint32_t n_rows = w->n_tokens * w->group, last = w->position + w->n_tokens - 1;
+    uint32_t end = last - begin < DN_ATTN_SPLIT ? last + 1 : begin + DN_ATTN_SPLIT;
+    uint32_t first = begin > w->position ? begin - w->position : 0; /* token */
+    for (uint32_t r = first * w->group; r < n_rows; r++) {
+        out->max[r] = -INFINITY;
+        out->sum[r] = 0.0f;
+        memset(out->o + (size_t)r * w->padded_dim, 0, w->padded_dim * sizeof(float));
+    }
+    for (uint32_t tile = begin; tile < end; tile += TILE) {
+        uint32_t n = end - tile < TILE ? end - tile : TILE;
+        uint32_t t = tile > w->position ? tile - w->position : 0; /* first token that sees the tile */
+        load_tile(w, tile, n, &scales);
+        scores(w, t * w->group, n_rows, (n + BLOCK - 1) / BLOCK * BLOCK);
+        for (uint32_t r = t * w->group; r < n_rows; r++) {
+            uint32_t seen = w->position + r / w->group - tile + 1;
+            softmax_row(w->s + (size_t)r * TILE, seen < TILE ? seen : TILE, w->scale,
+                        w->format == DN_KV_FP8 ? &scales : NULL, out->max + r, out->sum + r, w->alpha + r);
+        }
+        for (; t < w->n_tokens && w->position + t < tile + TILE - 1; t++)
+            outputs(w, t * w->group, (t + 1) * w->group, w->position + t - tile + 1, out->o);
+        outputs(w, t * w->group, n_rows, TILE, out->o);
+    }
+}
+
+static void attn_merge(struct dn_attn_state *total, const struct dn_attn_state *part, uint32_t row0, uint32_t n_rows,
+                       uint32_t padded)
+{
+    for (uint32_t r = row0; r < n_rows; r++) {
+        float max = total->max[r] > part->max[r] ? total->max[r] : part->max[r];
+        vf a = v_exp(v_set(total->max[r] - max)), b = v_exp(v_set(part->max[r] - max));
+        float lane_a[VW], lane_b[VW];
+        v_store(lane_a, a);
+        v_store(lane_b, b);
+        total->max[r] = max;
+        total->sum[r] = total->sum[r] * lane_a[0] + part->sum[r] * lane_b[0];
+        float *o = total->o + (size_t)r * padded;
+        const float *p = part->o + (size_t)r * padded;
+        for (uint32_t d = 0; d < padded; d += VW)
+            v_store(o + d, v_fma(v_load(o + d), a, v_load(p + d) * b));
+    }
+}
+
+static void attn_finish(const struct dn_attn_state *total, uint32_t row, uint32_t dim, uint32_t padded, float *out)
+{
+    const float *o = total->o + (size_t)row * padded;
+    float inv = 1.0f / total->sum[row];
+    for (uint32_t d = 0; d < dim; d++)
+        out[d] = o[d] * inv;
+}
+
+const struct dn_attn_ops ATTN_OPS = {.split = attn_split, .merge = attn_merge, .finish = attn_finish};

@@ -64,12 +64,14 @@ enum dn_tensor_role {
 
 struct dn_model {
     char *path;
-    char *name;      /* general.name, or the last part of the path; never empty */
+    char *name;      /* the last part of the path without .gguf: what clients call it unless configured */
+    char *title;     /* general.name of a GGUF file, else the same */
     char *type_text; /* "GGUF Q4_1", "safetensors BF16": the type of most weight bytes, for the receipt */
     enum dn_model_source source;
     struct dn_hyper hyper;
     uint64_t n_params;
     uint64_t file_bytes; /* of tensor data */
+    size_t n_ignored;    /* tensors that are known to be of no use here: rotary tables, the copy of a tied head */
 
     int32_t
         eos_id[DN_MODEL_MAX_EOS]; /* union of everything that the files call end of text or turn; ends a generation */
@@ -102,6 +104,10 @@ const struct dn_tensor *dn_model_tensor(const struct dn_model *m, enum dn_tensor
 
 /* Bytes that one token takes in the KV cache, without page rounding: bf16 and fp8 (with its scales). */
 uint64_t dn_model_kv_bytes(const struct dn_model *m, bool fp8);
+
+/* The model's tokenizer, which the caller closes; the model need not outlive it. Errors begin with the path. */
+struct dn_tokenizer;
+int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err);
 
 /* Inverse rope frequencies [rotary_dim / 2], scaling included. */
 void dn_model_rope_freqs(const struct dn_model *m, double *inv_freq);

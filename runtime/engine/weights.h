@@ -20,7 +20,9 @@ enum { DN_WEIGHTS_AUTO = -1, DN_WEIGHTS_MAX_NOTES = 16 };
 /* AUTO takes for each matrix the nearest format that its file type fits:
  *   Q4_0, Q4_1 -> int4 and Q8_0 -> int8 exactly; BF16 -> bf16 exactly;
  *   Q4_K -> int4 with scales rounded to f16; Q6_K -> int8 (groups of 32); F16, F32 -> bf16, rounded: noted.
- * A fused matrix (q|k|v, gate|up) takes the widest format of its parts. */
+ * A fused matrix (q|k|v, gate|up) takes the widest format of its parts. A format that is asked for by name goes for all
+ * matrices, except that int4 leaves the embedding table and the head in int8: their error goes straight into the
+ * logits. */
 struct dn_weights_conf {
     int format;         /* enum dn_weight_format or DN_WEIGHTS_AUTO */
     unsigned n_threads; /* 0 = all cores */

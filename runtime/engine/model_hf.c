@@ -1,0 +1,324 @@
+#include "engine/model_impl.h"
+
+#include "base/buf.h"
+#include "base/json.h"
+#include "engine/mapfile.h"
+#include "engine/tokenizer.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { MAX_CONFIG_BYTES = 4 << 20, MAX_TOKENIZER_CONFIG_BYTES = 16 << 20, MAX_TEMPLATE_BYTES = 16 << 20 };
+
+static char *path_in(const struct dn_model *m, const char *file)
+{
+    struct dn_buf b = {0};
+    dn_buf_printf(&b, "%s/%s", m->path, file);
+    char *path = dn_strdup(dn_buf_str(&b));
+    dn_buf_release(&b);
+    return path;
+}
+
+/* The path if the file is there, else NULL. */
+static char *path_if_there(const struct dn_model *m, const char *file)
+{
+    char *path = path_in(m, file);
+    if (access(path, F_OK) == 0)
+        return path;
+    free(path);
+    return NULL;
+}
+
+/* Reads a JSON object; a file that is not there gives *out = NULL if `optional`. */
+static int read_json(const struct dn_model *m, const char *file, uint64_t max, bool optional, json_t **out,
+                     struct dn_err *err)
+{
+    char *path = path_in(m, file), *text;
+    size_t len;
+    *out = NULL;
+    if (optional && access(path, F_OK) != 0) {
+        free(path);
+        return 0;
+    }
+    int code = dn_mapfile_read_text(path, max, &text, &len, err);
+    if (code == 0) {
+        struct dn_err why = {0};
+        if (dn_json_parse(text, len, out, &why) != 0)
+            code = dn_err_set(err, DN_MODEL_FILE, "%s: %s", path, why.text);
+        else if (!json_is_object(*out))
+            code = dn_err_set(err, DN_MODEL_FILE, "%s: not a JSON object", path);
+        free(text);
+    }
+    if (code != 0) {
+        json_decref(*out);
+        *out = NULL;
+    }
+    free(path);
+    return code;
+}
+
+/* Getters of base/json.h blame a request's parameter; here the file is at fault, and the key belongs in the text. */
+static int blame(int code, const char *key, struct dn_err *err)
+{
+    if (code == 0 || err == NULL)
+        return code == 0 ? 0 : -DN_MODEL_FILE;
+    err->code = DN_MODEL_FILE;
+    err->param[0] = '\0';
+    return dn_err_prefix(err, "\"%s\"", key);
+}
+
+static int get_u32(const json_t *c, const char *key, int64_t max, int64_t fallback, uint32_t *out, struct dn_err *err)
+{
+    int64_t v = fallback;
+    if (!dn_json_has(c, key) && fallback <= 0)
+        return dn_err_set(err, DN_MODEL_FILE, "\"%s\" is missing", key);
+    int code = dn_json_get_int(c, key, 1, max, fallback, &v, err);
+    if (code == 0)
+        *out = (uint32_t)v;
+    return blame(code, key, err);
+}
+
+static int get_f64(const json_t *c, const char *key, double min, double max, double fallback, double *out,
+                   struct dn_err *err)
+{
+    return blame(dn_json_get_number(c, key, min, max, fallback, out, err), key, err);
+}
+
+static int read_llama3(struct dn_hyper *h, const json_t *rope, struct dn_err *err)
+{
+    static const char *const key[] = {"factor", "low_freq_factor", "high_freq_factor",
+                                      "original_max_position_embeddings"};
+    double *out[] = {&h->rope_factor, &h->rope_low, &h->rope_high, &h->rope_original};
+    for (int i = 0; i < 4; i++) {
+        if (!dn_json_has(rope, key[i]))
+            return dn_err_set(err, DN_MODEL_FILE, "rope scaling llama3: \"%s\" is missing", key[i]);
+        int code = get_f64(rope, key[i], 1e-6, 1e9, 0, out[i], err);
+        if (code != 0)
+            return code;
+    }
+    if (h->rope_high <= h->rope_low)
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "rope scaling llama3: high_freq_factor %g, expected more than low_freq_factor %g",
+                          h->rope_high, h->rope_low);
+    h->rope_llama3 = true;
+    return 0;
+}
+
+/* The rotary embedding is spelt in two ways: rope_theta + rope_scaling, or rope_parameters with all of it. */
+static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
+{
+    json_t *rope;
+    const char *type, *old_type;
+    size_t n;
+    double partial = 1;
+    bool is_new = dn_json_has(c, "rope_parameters");
+    int code =
+        blame(dn_json_get_object(c, is_new ? "rope_parameters" : "rope_scaling", &rope, err), "rope_scaling", err);
+    if (code != 0)
+        return code;
+    const json_t *source = is_new && dn_json_has(rope, "rope_theta") ? rope : c;
+    code = get_f64(source, "rope_theta", 1, 1e12, 10000, &h->rope_theta, err);
+    source = is_new && dn_json_has(rope, "partial_rotary_factor") ? rope : c;
+    if (code == 0)
+        code = get_f64(source, "partial_rotary_factor", 0, 1, 1, &partial, err);
+    if (code == 0 && partial != 1)
+        code = dn_err_set(err, DN_MODEL_FILE, "\"partial_rotary_factor\": %g is not supported, expected 1", partial);
+    if (code != 0 || rope == NULL)
+        return code;
+    code = blame(dn_json_get_string(rope, "rope_type", &type, &n, err), "rope_type", err);
+    if (code == 0)
+        code = blame(dn_json_get_string(rope, "type", &old_type, &n, err), "type", err);
+    if (code != 0)
+        return code;
+    if (type == NULL)
+        type = old_type;
+    if (type == NULL || strcmp(type, "default") == 0)
+        return 0;
+    if (strcmp(type, "llama3") == 0)
+        return read_llama3(h, rope, err);
+    return dn_err_set(err, DN_MODEL_FILE, "rope scaling \"%.40s\" is not supported, expected default or llama3", type);
+}
+
+/* Switches that change the mathematics and that the forward pass does not know. */
+static int refuse_extras(const json_t *c, struct dn_err *err)
+{
+    static const char *const off[] = {"attention_bias", "mlp_bias", "use_sliding_window"};
+    for (size_t i = 0; i < sizeof off / sizeof *off; i++) {
+        bool on;
+        int code = blame(dn_json_get_bool(c, off[i], false, &on, err), off[i], err);
+        if (code != 0)
+            return code;
+        if (on)
+            return dn_err_set(err, DN_MODEL_FILE, "\"%s\": true is not supported", off[i]);
+    }
+    if (dn_json_has(c, "quantization_config"))
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "\"quantization_config\": quantised safetensors are not supported for this "
+                          "architecture, expected BF16, F16 or F32 tensors");
+    const char *act;
+    size_t n;
+    int code = blame(dn_json_get_string(c, "hidden_act", &act, &n, err), "hidden_act", err);
+    if (code == 0 && act != NULL && strcmp(act, "silu") != 0)
+        code = dn_err_set(err, DN_MODEL_FILE, "\"hidden_act\": \"%.40s\" is not supported, expected silu", act);
+    return code;
+}
+
+static int read_hyper(struct dn_model *m, const json_t *c, struct dn_err *err)
+{
+    struct dn_hyper *h = &m->hyper;
+    const char *type;
+    size_t n;
+    int code = blame(dn_json_get_string(c, "model_type", &type, &n, err), "model_type", err);
+    if (code == 0 && type == NULL)
+        code = dn_err_set(err, DN_MODEL_FILE, "\"model_type\" is missing");
+    if (code == 0)
+        code = dn_model_parse_arch(type, n, &h->arch, err);
+    if (code == 0)
+        code = get_u32(c, "num_hidden_layers", DN_MODEL_MAX_LAYERS, 0, &h->n_layers, err);
+    if (code == 0)
+        code = get_u32(c, "hidden_size", 1 << 16, 0, &h->dim, err);
+    if (code == 0)
+        code = get_u32(c, "intermediate_size", 1 << 20, 0, &h->ff_dim, err);
+    if (code == 0)
+        code = get_u32(c, "vocab_size", DN_MODEL_MAX_VOCAB, 0, &h->n_vocab, err);
+    if (code == 0)
+        code = get_u32(c, "max_position_embeddings", 1 << 26, 0, &h->context_tokens, err);
+    if (code == 0)
+        code = get_u32(c, "num_attention_heads", 4096, 0, &h->n_heads, err);
+    if (code == 0)
+        code = get_u32(c, "num_key_value_heads", 4096, h->n_heads, &h->n_kv_heads, err);
+    if (code == 0 && !dn_json_has(c, "head_dim") && h->dim % h->n_heads != 0)
+        code = dn_err_set(err, DN_MODEL_FILE,
+                          "\"hidden_size\" %" PRIu32 " is not a multiple of \"num_attention_heads\" %" PRIu32, h->dim,
+                          h->n_heads);
+    if (code == 0)
+        code = get_u32(c, "head_dim", 1024, h->dim / h->n_heads, &h->head_dim, err);
+    double eps = 0;
+    if (code == 0)
+        code = get_f64(c, "rms_norm_eps", 0, 1, 1e-6, &eps, err);
+    h->norm_eps = (float)eps;
+    if (code == 0)
+        code = blame(dn_json_get_bool(c, "tie_word_embeddings", false, &h->tied_head, err), "tie_word_embeddings", err);
+    if (code == 0)
+        code = refuse_extras(c, err);
+    if (code == 0)
+        code = read_rope(h, c, err);
+    h->rotary_dim = h->head_dim;
+    h->qkv_bias = h->arch == DN_ARCH_QWEN2;
+    h->qk_norm = h->arch == DN_ARCH_QWEN3;
+    return code == 0 ? dn_model_check_hyper(h, err) : code;
+}
+
+/* An id or a list of ids. */
+static int read_eos(struct dn_model *m, const json_t *c, struct dn_err *err)
+{
+    const json_t *v = json_object_get(c, "eos_token_id");
+    size_t n = json_is_array(v) ? json_array_size(v) : 1;
+    if (v == NULL || json_is_null(v))
+        return 0;
+    if (n > DN_MODEL_MAX_EOS)
+        return dn_err_set(err, DN_MODEL_FILE, "\"eos_token_id\": %zu ids, expected at most %d", n, DN_MODEL_MAX_EOS);
+    for (size_t i = 0; i < n; i++) {
+        int64_t id;
+        int code =
+            dn_json_int(json_is_array(v) ? json_array_get(v, i) : v, "eos_token_id", 0, DN_MODEL_MAX_VOCAB, &id, err);
+        if (code != 0)
+            return blame(code, "eos_token_id", err);
+        dn_model_add_eos(m, id);
+    }
+    return 0;
+}
+
+static int read_bos(struct dn_model *m, const json_t *c, struct dn_err *err)
+{
+    int64_t id;
+    int code = blame(dn_json_get_int(c, "bos_token_id", 0, DN_MODEL_MAX_VOCAB, -1, &id, err), "bos_token_id", err);
+    if (code == 0)
+        m->bos_id = (int32_t)id;
+    return code;
+}
+
+/* config.json and generation_config.json: both are asked for the ids that end a text. */
+static int read_configs(struct dn_model *m, struct dn_err *err)
+{
+    json_t *c, *g;
+    int code = read_json(m, "config.json", MAX_CONFIG_BYTES, false, &c, err);
+    if (code != 0)
+        return code;
+    code = read_hyper(m, c, err);
+    if (code == 0)
+        code = read_eos(m, c, err);
+    if (code == 0)
+        code = read_bos(m, c, err);
+    json_decref(c);
+    if (code != 0)
+        return dn_err_prefix(err, "%s/config.json", m->path);
+    code = read_json(m, "generation_config.json", MAX_CONFIG_BYTES, true, &g, err);
+    if (code != 0 || g == NULL)
+        return code;
+    code = read_eos(m, g, err);
+    json_decref(g);
+    return code == 0 ? 0 : dn_err_prefix(err, "%s/generation_config.json", m->path);
+}
+
+/* tokenizer_config.json's chat_template: a string, or a list of named ones, of which "default" is taken. */
+static const json_t *find_template(const json_t *v)
+{
+    if (json_is_string(v))
+        return v;
+    for (size_t i = 0; i < json_array_size(v); i++) {
+        const json_t *e = json_array_get(v, i), *name = json_object_get(e, "name");
+        if (json_is_string(name) && strcmp(json_string_value(name), "default") == 0)
+            return json_object_get(e, "template");
+    }
+    return NULL;
+}
+
+static int read_template(struct dn_model *m, struct dn_err *err)
+{
+    char *path = path_if_there(m, "chat_template.jinja"), *text;
+    size_t len;
+    if (path != NULL) {
+        int code = dn_mapfile_read_text(path, MAX_TEMPLATE_BYTES, &text, &len, err);
+        free(path);
+        return code == 0 ? dn_model_take_template(m, text, len, "chat_template.jinja", err) : code;
+    }
+    json_t *c;
+    int code = read_json(m, "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES, true, &c, err);
+    if (code != 0 || c == NULL)
+        return code;
+    const json_t *t = find_template(json_object_get(c, "chat_template"));
+    if (json_is_string(t))
+        code = dn_model_take_template(m, dn_strndup(json_string_value(t), json_string_length(t)), json_string_length(t),
+                                      "tokenizer_config.json", err);
+    json_decref(c);
+    return code;
+}
+
+int dn_model_read_hf(struct dn_model *m, struct dn_err *err)
+{
+    int code = read_configs(m, err);
+    if (code == 0)
+        code = read_template(m, err);
+    if (code != 0)
+        return code;
+    m->tokenizer_json = path_if_there(m, "tokenizer.json");
+    m->tokenizer_tiktoken = path_if_there(m, "tiktoken.model");
+    m->tokenizer_config = path_if_there(m, "tokenizer_config.json");
+    return 0;
+}
+
+int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err)
+{
+    if (m->source == DN_MODEL_GGUF) {
+        int code = dn_tokenizer_read_gguf(out, m->gguf, err);
+        return code == 0 ? 0 : dn_err_prefix(err, "%s", m->path);
+    }
+    if (m->tokenizer_json != NULL)
+        return dn_tokenizer_open_json(out, m->tokenizer_json, m->tokenizer_config, err);
+    if (m->tokenizer_tiktoken != NULL)
+        return dn_tokenizer_open_tiktoken(out, m->tokenizer_tiktoken, m->tokenizer_config, "kimi-k2", err);
+    return dn_err_set(err, DN_MODEL_FILE, "%s: neither tokenizer.json nor tiktoken.model is there", m->path);
+}

@@ -295,8 +295,8 @@ static int encode_bytes(const struct dn_tokenizer *t, const char *data, size_t n
     }
     for (size_t i = 0; i < n; i++) {
         int32_t id = t->byte_id[(unsigned char)data[i]];
-        if (id < 0)
-            id = t->unk;
+        if (id < 0 && t->unk >= 0 && !(t->piece[t->unk].flags & DN_PIECE_SPECIAL))
+            id = t->unk; /* never a control token, which SmolLM2's <|endoftext|> is */
         if (id < 0)
             return no_byte(s, (unsigned char)data[i]);
         symbol[i] = (uint32_t)id;

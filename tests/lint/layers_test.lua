@@ -15,6 +15,7 @@ local clean = {
   ["runtime/api/x.c"] = '#include "sched/s.h"\n#include "http/b.h"\n',
   ["runtime/sched/s.h"] = "int dn_s(void);\n",
   ["kernels/kernels.h"] = "int dn_k(void);\n",
+  ["tests/unit/base/t.c"] = "x = atoi(s);\n",
   ["kernels/cpu/k.c"] = '#include "kernels/cpu/k.h"\n#include <immintrin.h>\n',
 }
 
@@ -41,6 +42,8 @@ local cases = {
   { "cuda in the pool", "runtime/pool/c.c", "#include <cuda_runtime.h>\n", "may be included only by" },
   { "strcpy", "runtime/base/a.c", "void dn_f(char *a)\n{\n    strcpy (a, \"b\");\n}\n", "runtime/base/a.c:3: strcpy() is banned" },
   { "alloca", "kernels/cpu/c.c", "x = alloca(n);\n", "alloca() is banned" },
+  { "atoi in the program", "runtime/base/a.c", "x = atoi(s);\n", "atoi() is banned" },
+  { "sprintf in a test", "tests/unit/base/a.c", "sprintf(s, x);\n", "sprintf() is banned" },
   { "a call behind a comment", "runtime/base/a.c", "/* a\n*/ gets(x);\n", "runtime/base/a.c:2: gets() is banned" },
   { "a long header", "runtime/base/a.h", ("int a;\n"):rep(151), "151 lines, at most 150" },
   { "a long source", "runtime/base/a.c", ("int a;\n"):rep(1001), "1001 lines, at most 1000" },

@@ -1,0 +1,27 @@
+/* Workers: threads for what takes too long on an event loop and needs no device: large JSON, chat templates,
+ * tokenizing.
+ *
+ * A loop hands a job over and gets it back through its own message queue; a job and all that it points to belong to the
+ * worker in between. Each worker has a template VM of its own. Owned by the node.
+ */
+#ifndef DN_API_WORKER_H
+#define DN_API_WORKER_H
+
+#include "base/inbox.h"
+#include "engine/template.h"
+#include "http/http.h"
+
+struct dn_workers;
+
+struct dn_job {
+    struct dn_inbox_node node; /* first */
+    struct dn_loop_msg back;   /* runs on the loop when the work is done; set fn before submitting */
+    struct dn_loop *loop;
+    void (*work)(struct dn_job *job, struct dn_template_vm *vm); /* on the worker's thread */
+};
+
+int dn_workers_open(unsigned n_threads, struct dn_workers **out, struct dn_err *err);
+void dn_workers_close(struct dn_workers *w);                      /* jobs that wait are still done and returned */
+bool dn_workers_submit(struct dn_workers *w, struct dn_job *job); /* any thread; false when closing */
+
+#endif

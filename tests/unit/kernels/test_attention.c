@@ -12,7 +12,7 @@ static const struct shape shapes[] = {
 
 /* out [n_heads][head_dim] of a token at `position`, and the largest error that f32 may add: scores are sums of head_dim
  * products, each rounded once, so an error of d = (head_dim + 3) 2^-24 scale sum|q k| at most; a weight e^s is off by
- * d + 2^-22 relatively (exp: 1.2 units in the last place, rescaling: a product each tile); sum and quotient repeat
+ * d + 2^-22 relatively (exp: 1 unit in the last place, rescaling: a product each tile); sum and quotient repeat
  * that. */
 static void oracle_row(const struct fix *f, const struct seq *q, const struct shape *h, uint32_t layer,
                        const float *query, uint32_t position, float scale, double *out, double *bound)

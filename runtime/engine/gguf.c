@@ -50,6 +50,15 @@ const char *dn_gguf_type_name(enum dn_gguf_type t)
     return (unsigned)t < DN_GGUF_TYPES ? TYPE[t].name : "unknown";
 }
 
+uint32_t dn_gguf_tensor_type_number(enum dn_tensor_type t)
+{
+    for (size_t i = 0; i < sizeof GGML_TYPE / sizeof *GGML_TYPE; i++)
+        if (GGML_TYPE[i].type == t)
+            return GGML_TYPE[i].ggml;
+    DN_BUG_ON(true && "no GGUF number for this type");
+    return 0;
+}
+
 static uint64_t left(const struct reader *r)
 {
     return r->bytes - r->pos;
@@ -117,7 +126,7 @@ static const char *show(struct dn_gguf_str s, char text[96])
     size_t n = s.len < 80 ? s.len : 80;
     for (size_t i = 0; i < n; i++)
         text[i] = (uint8_t)s.data[i] < 0x20 || (uint8_t)s.data[i] >= 0x7f ? '?' : s.data[i];
-    strcpy(text + n, s.len > 80 ? "..." : "");
+    memcpy(text + n, s.len > 80 ? "..." : "", s.len > 80 ? 4 : 1);
     return text;
 }
 

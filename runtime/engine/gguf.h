@@ -67,7 +67,8 @@ void dn_gguf_close(struct dn_gguf *g);
 
 const struct dn_gguf_value *dn_gguf_find(const struct dn_gguf *g, const char *key);
 const struct dn_tensor *dn_gguf_find_tensor(const struct dn_gguf *g, const char *name);
-const char *dn_gguf_type_name(enum dn_gguf_type t); /* "u32", "string" */
+uint32_t dn_gguf_tensor_type_number(enum dn_tensor_type t); /* ggml's number; a type that GGUF has none for is a bug */
+const char *dn_gguf_type_name(enum dn_gguf_type t);         /* "u32", "string" */
 
 /* Typed reads. An absent key gives *found = false (if `found` is given; the output is left alone) or an error (if it is
  * NULL). A value of another type or outside [min, max] is an error naming the key. Any integer type is accepted for

@@ -32,7 +32,8 @@ struct dn_vm_options {
     size_t memory_bytes;   /* cap of everything that Lua code allocates; 0: 8 MiB. LuaJIT does not collect when it hits
                               the cap   (live data should stay below half) */
     uint64_t instructions; /* a call's budget, rounded up to DN_VM_STEP; 0: 1,000,000 */
-    uint64_t wall_ns;      /* a call's time; 0: 100 ms. Checked every DN_VM_STEP instructions */
+    uint64_t wall_ns;      /* a call's time, not counting what other threads took of it; 0: 100 ms. Checked every
+                              DN_VM_STEP instructions */
 };
 
 #define DN_VM_STEP 1000

@@ -62,6 +62,21 @@ Test(vm, stops_at_the_deadline)
     dn_vm_close(vm);
 }
 
+static int sleep_a_while(lua_State *L)
+{
+    nanosleep(&(struct timespec){.tv_nsec = 60 * 1000000}, NULL);
+    return 0;
+}
+
+Test(vm, time_in_which_the_thread_did_not_run_does_not_count)
+{
+    struct dn_vm *vm = open_vm(0, 10000000, 20 * DN_NS_PER_MS);
+    lua_pushcfunction(dn_vm_lua(vm), sleep_a_while);
+    lua_setglobal(dn_vm_lua(vm), "sleep");
+    cr_assert_eq(run(vm, "for i = 1, 3000 do end sleep() for i = 1, 3000 do end return 1", false), 0, "%s", err.text);
+    dn_vm_close(vm);
+}
+
 Test(vm, pcall_does_not_swallow_a_spent_budget)
 {
     struct dn_vm *vm = open_vm(0, 100000, 0);

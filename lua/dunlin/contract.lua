@@ -106,7 +106,7 @@ local function integer(v)
 end
 
 -- Header names and values go out as they are: nothing that could end a line or a header.
-local function check_headers(headers)
+local function check_headers(headers, before)
   if type(headers) ~= "table" then
     return "type", ("headers = %s: expected a table of names and values"):format(show(headers))
   end
@@ -135,8 +135,11 @@ local function check_headers(headers)
     end
     count = count + 1
   end
+  for name in readonly.pairs(before or {}) do
+    count = count + (headers[name] == nil and 1 or 0)
+  end
   if count > contract.HEADERS_MAX then
-    return "range", ("headers: %d of them: expected at most %d"):format(count, contract.HEADERS_MAX)
+    return "range", ("headers: %d with those of the policies before: expected at most %d"):format(count, contract.HEADERS_MAX)
   end
 end
 
@@ -155,12 +158,12 @@ local function check_enum(field, value)
     readonly.suggest(value, field.rank))
 end
 
-local function check_field(field, value)
+local function check_field(field, value, before)
   local kind = field.type
   if kind == "enum" then
     return check_enum(field, value)
   elseif kind == "headers" then
-    return check_headers(value)
+    return check_headers(value, before)
   elseif kind == "integer" then
     if not integer(value) then
       return "type", ("%s = %s: expected an integer"):format(field.name, show(value))
@@ -225,7 +228,7 @@ function contract.check(hook, value, req, node, so_far)
     if field.hooks and not field.hooks[hook] then
       return "field", ("%s: can't be decided in %s any more, only in admit"):format(name, hook)
     end
-    local kind, message = check_field(field, v)
+    local kind, message = check_field(field, v, so_far[name])
     if kind then
       return kind, message
     end

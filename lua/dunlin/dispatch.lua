@@ -8,6 +8,7 @@
 -- budget of its own: a policy that fails takes nothing of the others with it.
 
 local contract = require("dunlin.contract")
+local globals = require("dunlin.policy.globals")
 local patterns = require("dunlin.patterns")
 local readonly = require("dunlin.policy.readonly")
 
@@ -183,6 +184,7 @@ local function seal_env(env, lib)
     end,
     __metatable = false,
   })
+  return known
 end
 
 -- The line of the last "return" that begins a line: what a complaint about the returned table points at.
@@ -244,6 +246,11 @@ end
 
 -- Runs the chunk and takes what it returned. Errors are raised as "file:line: reason".
 local function load_policy(host, policy, chunk, source, given)
+  local unknown = globals.scan(source, policy.globals)[1]
+  if unknown then
+    error(("%s:%d: unknown global %q%s"):format(policy.file, unknown.line, unknown.name,
+      readonly.suggest(unknown.name, policy.globals)), 0)
+  end
   local p = chunk()
   local where = ("%s:%d: "):format(policy.file, return_line(source))
   local message = contract.file(p)
@@ -326,11 +333,11 @@ function dispatch.new(host)
       param_names = {} }
     policies[i] = policy
     local lib = library(host, methods, policy)
-    seal_env(env, lib)
+    policy.globals = seal_env(env, lib)
     return lib
   end
 
-  --- Runs the chunk of policy i (made with that environment). Returns name, doc and which hooks there are.
+  --- Runs the chunk of policy i (made with that environment). Returns its name and where its hooks are.
   function r.load(i, chunk, source, given)
     load_policy(host, policies[i], chunk, source, given)
     local p = policies[i]
@@ -339,7 +346,8 @@ function dispatch.new(host)
         error(("%s:%d: name = %q: %s has it already"):format(p.file, return_line(source), p.name, other.file), 0)
       end
     end
-    return p.name, p.hook.admit ~= nil, p.hook.route ~= nil, p.hook.finish ~= nil, p.doc
+    -- The line where each hook begins, nil where there is none.
+    return p.name, p.hook.admit and p.line.admit, p.hook.route and p.line.route, p.hook.finish and p.line.finish
   end
 
   function r.init(i)

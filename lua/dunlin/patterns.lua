@@ -41,6 +41,9 @@ end
 
 --- string.find without patterns, whatever the fourth argument says.
 function patterns.find(s, what, init)
+  if init and init > #s + 1 then
+    return nil
+  end
   return string.find(s, what, init, true)
 end
 

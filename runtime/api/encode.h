@@ -4,7 +4,7 @@
 
 #include "api/node.h"
 
-#include <jansson.h>
+#include "base/json.h"
 
 /* Messages through the model's template; special tokens are recognised in the template's own text alone. */
 int dn_encode_messages(const struct dn_node *node, struct dn_template_vm *vm, const json_t *messages,

@@ -2,7 +2,7 @@
 #ifndef DN_API_STATS_H
 #define DN_API_STATS_H
 
-#include "kernels/kernels.h"
+#include "sched/request.h" /* enum dn_kv_format */
 
 struct dn_metrics;
 struct dn_http;

@@ -8,6 +8,9 @@ enum { PASS_BYTES = 640 << 10 };
 /* A piece of work reads at least this much when there are few activation rows, so that taking it costs next to nothing.
  */
 enum { PIECE_BYTES = 16 << 10 };
+/* How far ahead of use weights are asked for; the hardware's own prefetch stops at every 4 KiB. At most half the L1
+ * cache. */
+enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10 };
 
 struct job {
     const struct dn_matmul_ops *ops;
@@ -18,9 +21,10 @@ struct job {
     const float *bias;
     float *out;
     uint8_t *act;
-    size_t act_tile_bytes;         /* of a full tile */
-    size_t n, n_tiles;             /* activation rows of this pass */
-    size_t tiles_per_item, splits; /* an item is one block of weights times some tiles */
+    size_t act_row_bytes;
+    size_t n, n_tiles;             /* activation rows of this pass, in tiles of equal height or one more */
+    size_t tiles_per_item, splits; /* an item is two blocks of weights times some tiles */
+    uint32_t ahead;                /* struct dn_tile */
     int zero;                      /* dn_act_fn; -1: activations stay f32 */
 };
 
@@ -38,26 +42,23 @@ static const struct dn_matmul_ops *ops_of(enum dn_isa isa)
     }
 }
 
+static size_t tile_start(const struct job *j, size_t tile)
+{
+    size_t low = j->n / j->n_tiles, taller = j->n % j->n_tiles;
+    return tile * low + (tile < taller ? tile : taller);
+}
+
 static uint32_t tile_height(const struct job *j, size_t tile)
 {
-    size_t left = j->n - tile * DN_TILE_ROWS;
-    return (uint32_t)(left < DN_TILE_ROWS ? left : DN_TILE_ROWS);
+    return (uint32_t)(tile_start(j, tile + 1) - tile_start(j, tile));
 }
 
 /* a[n_rows][n_in] to [n_in_padded][n_rows]. */
 static void transpose_tile(const float *a, uint32_t n_in, uint32_t n_in_padded, uint32_t n_rows, float *out)
 {
-    if (n_rows == 1) {
-        memcpy(out, a, n_in * sizeof *out);
-    } else if (n_rows == DN_TILE_ROWS) {
-        for (uint32_t k = 0; k < n_in; k++)
-            for (uint32_t m = 0; m < DN_TILE_ROWS; m++)
-                out[(size_t)k * DN_TILE_ROWS + m] = a[(size_t)m * n_in + k];
-    } else {
-        for (uint32_t k = 0; k < n_in; k++)
-            for (uint32_t m = 0; m < n_rows; m++)
-                out[(size_t)k * n_rows + m] = a[(size_t)m * n_in + k];
-    }
+    for (uint32_t k = 0; k < n_in; k++)
+        for (uint32_t m = 0; m < n_rows; m++)
+            out[(size_t)k * n_rows + m] = a[(size_t)m * n_in + k];
     memset(out + (size_t)n_in * n_rows, 0, (size_t)(n_in_padded - n_in) * n_rows * sizeof *out);
 }
 
@@ -65,8 +66,8 @@ static void pack_activations(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct job *j = arg;
     for (size_t i = begin; i < end; i++) {
-        const float *a = j->a + i * DN_TILE_ROWS * j->w->n_in;
-        uint8_t *out = j->act + i * j->act_tile_bytes;
+        const float *a = j->a + tile_start(j, i) * j->w->n_in;
+        uint8_t *out = j->act + tile_start(j, i) * j->act_row_bytes;
         if (j->zero < 0)
             transpose_tile(a, j->w->n_in, j->layout.n_in_padded, tile_height(j, i), (float *)out);
         else
@@ -79,23 +80,27 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
     const struct job *j = arg;
     const struct dn_matrix *w = j->w;
     for (size_t item = begin; item < end; item++) {
-        size_t block = item / j->splits, tile = item % j->splits * j->tiles_per_item, row = block * DN_BLOCK_ROWS;
+        size_t block = item / j->splits * 2, tile = item % j->splits * j->tiles_per_item, row = block * DN_BLOCK_ROWS;
         size_t tile_end = tile + j->tiles_per_item < j->n_tiles ? tile + j->tiles_per_item : j->n_tiles;
+        uint32_t n_blocks = block + 1 < j->layout.n_blocks ? 2 : 1, n_out = n_blocks * DN_BLOCK_ROWS;
         struct dn_tile t = {
             .block = (const uint8_t *)w->data + block * j->layout.block_bytes,
             .bias = j->bias ? j->bias + row : NULL,
             .out_stride = w->n_out,
             .n_in = w->n_in,
-            .n_out = w->n_out - row < DN_BLOCK_ROWS ? (uint32_t)(w->n_out - row) : DN_BLOCK_ROWS,
+            .n_out = w->n_out - row < n_out ? (uint32_t)(w->n_out - row) : n_out,
+            .n_blocks = n_blocks,
+            .ahead = j->ahead,
             .scale_is_bf16 = w->scale_is_bf16,
-            .prefetch = true,
+            .block_bytes = j->layout.block_bytes,
             .offset_at = j->layout.offset_at,
             .data_at = j->layout.data_at,
         };
-        for (; tile < tile_end; tile++, t.prefetch = false) {
-            t.act = j->act + tile * j->act_tile_bytes;
+        for (; tile < tile_end; tile++, t.ahead = 0) {
+            size_t start = tile_start(j, tile);
+            t.act = j->act + start * j->act_row_bytes;
             t.n_rows = tile_height(j, tile);
-            t.out = j->out + tile * DN_TILE_ROWS * w->n_out + row;
+            t.out = j->out + start * w->n_out + row;
             j->tile(&t);
         }
     }
@@ -134,14 +139,18 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
 
     /* Enough items for all threads: whole columns of tiles if the blocks suffice, since the block then stays in the L1
      * cache. */
-    size_t wanted = 4 * n_threads, n_blocks = j->layout.n_blocks;
+    size_t wanted = 4 * n_threads, n_blocks = (j->layout.n_blocks + 1) / 2;
     j->splits = n_threads == 1 || n_blocks >= wanted ? 1 : (wanted + n_blocks - 1) / n_blocks;
     j->splits = j->splits > j->n_tiles ? j->n_tiles : j->splits;
     j->tiles_per_item = (j->n_tiles + j->splits - 1) / j->splits;
     j->splits = (j->n_tiles + j->tiles_per_item - 1) / j->tiles_per_item;
     size_t n_items = n_blocks * j->splits, chunk = n_items / (8 * n_threads);
-    if (j->n_tiles <= 2 && chunk < PIECE_BYTES / j->layout.block_bytes)
-        chunk = PIECE_BYTES / j->layout.block_bytes;
+    if (j->n_tiles <= 2 && chunk < PIECE_BYTES / (2 * j->layout.block_bytes))
+        chunk = PIECE_BYTES / (2 * j->layout.block_bytes);
+    /* Two blocks are read side by side: while one pair is in use, ask for the next. */
+    j->ahead = AHEAD_BYTES;
+    if (j->n > 1 && 2 * j->layout.block_bytes <= MAX_AHEAD_BYTES)
+        j->ahead = (uint32_t)(2 * j->layout.block_bytes);
     dn_threads_for(x->threads, n_items, chunk ? chunk : 1, multiply, j);
 }
 
@@ -151,13 +160,11 @@ void dn_cpu_matmul(const struct dn_cpu_exec *x, const float *a, size_t n, const 
     DN_BUG_ON(w->bytes == 0 || w->bytes != dn_cpu_matrix_bytes(w));
     struct job j = {.ops = ops_of(x->isa), .w = w, .layout = dn_layout_of(w), .bias = bias, .act = x->scratch};
     choose_format(&j);
-    size_t row_bytes = j.zero < 0 ? j.layout.n_in_padded * sizeof *a : w->n_in / DN_GROUP * (size_t)DN_ACT_GROUP_BYTES;
-    j.act_tile_bytes = row_bytes * DN_TILE_ROWS;
-    size_t tiles = PASS_BYTES / j.act_tile_bytes, n_tiles = (n + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
-    tiles = tiles ? tiles : 1;
-    /* Passes of equal length. */
-    size_t n_passes = (n_tiles + tiles - 1) / tiles,
-           rows = n_passes ? (n_tiles + n_passes - 1) / n_passes * DN_TILE_ROWS : 0;
+    j.act_row_bytes = j.zero < 0 ? j.layout.n_in_padded * sizeof *a : w->n_in / DN_GROUP * (size_t)DN_ACT_GROUP_BYTES;
+    size_t most = PASS_BYTES / j.act_row_bytes;
+    most = most < DN_TILE_ROWS ? DN_TILE_ROWS : most - most % DN_TILE_ROWS;
+    /* Passes of equal length, but for the rounding to whole tiles. */
+    size_t n_passes = (n + most - 1) / most, rows = n_passes ? dn_up((n + n_passes - 1) / n_passes, DN_TILE_ROWS) : 0;
     for (size_t i = 0; i < n; i += rows) {
         j.a = a + i * w->n_in;
         j.out = out + i * w->n_out;

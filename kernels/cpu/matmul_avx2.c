@@ -15,32 +15,33 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-enum { PART = 4, HALF = 8, AHEAD = 4096 };
+enum { PART = 4, HALF = 8 };
 
-/* Half h of the block times rows [m0, m0 + n) of the tile. */
+/* Half h of block b times rows [m0, m0 + n) of the tile. */
 struct part {
     const struct dn_tile *t;
-    uint32_t half, m0;
+    const uint8_t *block;
+    uint32_t b, half, m0;
 };
 
 INLINE void prefetch_lines(const struct part *p, const uint8_t *at, int n)
 {
-    if (!p->t->prefetch || p->half || p->m0)
+    if (!p->t->ahead || p->half || p->m0)
         return;
     for (int i = 0; i < n; i++)
-        _mm_prefetch((const char *)at + AHEAD + 64 * i, _MM_HINT_T0);
+        _mm_prefetch((const char *)at + p->t->ahead + 64 * i, _MM_HINT_T0);
 }
 
 INLINE void store(const struct part *p, int m, __m256 sum)
 {
     const struct dn_tile *t = p->t;
-    float *out = t->out + (p->m0 + (uint32_t)m) * t->out_stride + p->half * HALF;
-    uint32_t n = t->n_out > p->half * HALF ? t->n_out - p->half * HALF : 0;
+    uint32_t first = p->b * DN_BLOCK_ROWS + p->half * HALF, left = t->n_out > first ? t->n_out - first : 0;
+    float *out = t->out + (p->m0 + (uint32_t)m) * t->out_stride + first;
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i rows = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lane);
+    __m256i rows = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), lane);
     if (t->bias)
-        sum = _mm256_add_ps(sum, _mm256_maskload_ps(t->bias + p->half * HALF, rows));
-    if (n >= HALF)
+        sum = _mm256_add_ps(sum, _mm256_maskload_ps(t->bias + first, rows));
+    if (left >= HALF)
         _mm256_storeu_ps(out, sum);
     else
         _mm256_maskstore_ps(out, rows, sum);
@@ -50,7 +51,7 @@ INLINE void bf16_rows(const struct part *p, const int n)
 {
     const struct dn_tile *t = p->t;
     const float *a = (const float *)t->act + p->m0;
-    const uint8_t *w = t->block + p->half * 32;
+    const uint8_t *w = p->block + p->half * 32;
     const uint32_t stride = t->n_rows;
     const __m256i high = _mm256_set1_epi32((int)0xffff0000);
     __m256 even[PART], odd[PART];
@@ -94,8 +95,8 @@ INLINE void fp8_rows(const struct part *p, const int n)
 {
     const struct dn_tile *t = p->t;
     const float *a = (const float *)t->act + p->m0;
-    const struct dn_fp8_head *head = (const struct dn_fp8_head *)t->block;
-    const uint8_t *w = t->block + t->data_at + p->half * 16;
+    const struct dn_fp8_head *head = (const struct dn_fp8_head *)p->block;
+    const uint8_t *w = p->block + t->data_at + p->half * 16;
     const uint32_t stride = t->n_rows;
     __m256 sum[PART];
     UNROLL
@@ -191,8 +192,8 @@ INLINE void int_rows(const struct part *p, const int n, const enum int_kind kind
 {
     const struct dn_tile *t = p->t;
     const uint32_t stride = t->n_rows;
-    const uint8_t *scale = t->block + p->half * 16, *offset = scale + t->offset_at;
-    const uint8_t *data = t->block + t->data_at + p->half * 32, *act = t->act, *next = t->block;
+    const uint8_t *scale = p->block + p->half * 16, *offset = scale + t->offset_at;
+    const uint8_t *data = p->block + t->data_at + p->half * 32, *act = t->act, *next = p->block;
     const int group_bytes = kind == INT8 ? 512 : 256, lines = kind == INT8 ? 9 : 5;
     const size_t next_step = kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
     __m256 sum[PART];
@@ -226,59 +227,48 @@ INLINE void int_rows(const struct part *p, const int n, const enum int_kind kind
         store(p, m, sum[m]);
 }
 
-/* Both halves, parts of 4, 3, 2 or 1 rows. */
-#define BY_PARTS(call)                                                                                                 \
-    for (uint32_t half = 0; half < 2; half++)                                                                          \
-        for (uint32_t m0 = 0; m0 < t->n_rows; m0 += PART) {                                                            \
-            const struct part p = {t, half, m0};                                                                       \
-            switch (t->n_rows - m0) {                                                                                  \
+/* Both halves of each block, in parts of at most 4 rows: 5 are 3 + 2, 6 are 3 + 3. */
+#define BY_PARTS(rows, ...)                                                                                            \
+    for (uint32_t h = 0, n; h < 2 * t->n_blocks; h++)                                                                  \
+        for (uint32_t m0 = 0; m0 < t->n_rows; m0 += n) {                                                               \
+            const struct part p = {t, t->block + h / 2 * t->block_bytes, h / 2, h % 2, m0};                            \
+            n = t->n_rows - m0 > PART ? 3 : t->n_rows - m0;                                                            \
+            switch (n) {                                                                                               \
             case 1:                                                                                                    \
-                call(1);                                                                                               \
+                rows(&p, 1 __VA_ARGS__);                                                                               \
                 break;                                                                                                 \
             case 2:                                                                                                    \
-                call(2);                                                                                               \
+                rows(&p, 2 __VA_ARGS__);                                                                               \
                 break;                                                                                                 \
             case 3:                                                                                                    \
-                call(3);                                                                                               \
+                rows(&p, 3 __VA_ARGS__);                                                                               \
                 break;                                                                                                 \
             default:                                                                                                   \
-                call(4);                                                                                               \
+                rows(&p, 4 __VA_ARGS__);                                                                               \
             }                                                                                                          \
         }
 
 static void tile_bf16(const struct dn_tile *t)
 {
-#define CALL(n) bf16_rows(&p, n)
-    BY_PARTS(CALL)
-#undef CALL
+    BY_PARTS(bf16_rows, )
 }
 
 static void tile_fp8(const struct dn_tile *t)
 {
-#define CALL(n) fp8_rows(&p, n)
-    BY_PARTS(CALL)
-#undef CALL
+    BY_PARTS(fp8_rows, )
 }
 
 static void tile_int8(const struct dn_tile *t)
 {
-#define CALL(n) int_rows(&p, n, INT8)
-    BY_PARTS(CALL)
-#undef CALL
+    BY_PARTS(int_rows, , INT8)
 }
 
 static void tile_int4_sym(const struct dn_tile *t)
 {
-#define CALL(n) int_rows(&p, n, INT4_SYM)
-    BY_PARTS(CALL)
-#undef CALL
+    BY_PARTS(int_rows, , INT4_SYM)
 }
 
-static void tile_int4(const struct dn_tile *t){
-#define CALL(n) int_rows(&p, n, INT4)
-    BY_PARTS(CALL)
-#undef CALL
-}
+static void tile_int4(const struct dn_tile *t){BY_PARTS(int_rows, , INT4)}
 
 INLINE uint32_t reduce_max(__m256i v)
 {

@@ -8,7 +8,7 @@
  * scales, offsets (unless symmetric) as INT8; groups of [4][16 rows][4] bytes: quad j in the low nibbles of vector j,
  * quad j + 4 in the high ones BF16 and FP8 pad the inputs with zeros to a multiple of 4.
  *
- * Activations: tiles of 8 rows (the last one m < 8), built anew for each matmul.
+ * Activations: tiles of m <= 6 rows, built anew for each matmul.
  *   BF16, FP8   [n_in padded][m] f32
  *   INT8, INT4  for each group of 32: [m][32] s8, [m] f32 scale, [m] third value: with s = sum of the group's s8,
  *               -128 s (INT8) or -8 s (INT4 symmetric) as s32, where the sum of products starts; scale * s as f32
@@ -21,7 +21,7 @@
 
 enum {
     DN_BLOCK_ROWS = 16,
-    DN_TILE_ROWS = 8,
+    DN_TILE_ROWS = 6,
     DN_GROUP = 32,
     DN_ACT_GROUP_BYTES = DN_GROUP + 4 + 4, /* of one row */
     DN_FP8_BLOCK = 128,

@@ -10,7 +10,7 @@ static void store(const struct dn_tile *t, uint32_t m, const float sum[DN_BLOCK_
         out[r] = t->bias ? sum[r] + t->bias[r] : sum[r];
 }
 
-static void tile_bf16(const struct dn_tile *t)
+static void block_bf16(const struct dn_tile *t)
 {
     const float *a = (const float *)t->act;
     uint32_t n_in = (uint32_t)dn_up(t->n_in, 4), n = t->n_rows;
@@ -38,7 +38,7 @@ static inline float e4m3_finite(uint32_t q)
     return dn_f32_from_bits(dn_f32_bits(f) | (q & 0x80) << 24);
 }
 
-static void tile_fp8(const struct dn_tile *t)
+static void block_fp8(const struct dn_tile *t)
 {
     const float *a = (const float *)t->act;
     const struct dn_fp8_head *head = (const struct dn_fp8_head *)t->block;
@@ -85,7 +85,7 @@ static inline void dot_int4(const uint8_t *w, const int8_t *q, int32_t sum[DN_BL
                 sum[r] += (w[4 * r + i] & 15) * q[i] + (w[4 * r + i] >> 4) * q[i + 16];
 }
 
-static inline void tile_int(const struct dn_tile *t, enum int_kind kind)
+static inline void block_int(const struct dn_tile *t, enum int_kind kind)
 {
     uint32_t n_groups = t->n_in / DN_GROUP, n = t->n_rows;
     size_t group_bytes = kind == INT8 ? DN_GROUP * DN_BLOCK_ROWS : DN_GROUP * DN_BLOCK_ROWS / 2;
@@ -121,19 +121,40 @@ static inline void tile_int(const struct dn_tile *t, enum int_kind kind)
         store(t, m, sum[m]);
 }
 
+/* The blocks of a tile one after the other. */
+#define BY_BLOCK(block_fn, ...)                                                                                        \
+    for (uint32_t b = 0; b < t->n_blocks; b++) {                                                                       \
+        struct dn_tile one = *t;                                                                                       \
+        one.block += b * t->block_bytes;                                                                               \
+        one.out += b * DN_BLOCK_ROWS;                                                                                  \
+        one.bias = t->bias ? t->bias + b * DN_BLOCK_ROWS : NULL;                                                       \
+        one.n_out = t->n_out - b * DN_BLOCK_ROWS < DN_BLOCK_ROWS ? t->n_out - b * DN_BLOCK_ROWS : DN_BLOCK_ROWS;       \
+        block_fn(&one __VA_ARGS__);                                                                                    \
+    }
+
+static void tile_bf16(const struct dn_tile *t)
+{
+    BY_BLOCK(block_bf16, )
+}
+
+static void tile_fp8(const struct dn_tile *t)
+{
+    BY_BLOCK(block_fp8, )
+}
+
 static void tile_int8(const struct dn_tile *t)
 {
-    tile_int(t, INT8);
+    BY_BLOCK(block_int, , INT8)
 }
 
 static void tile_int4_sym(const struct dn_tile *t)
 {
-    tile_int(t, INT4_SYM);
+    BY_BLOCK(block_int, , INT4_SYM)
 }
 
 static void tile_int4(const struct dn_tile *t)
 {
-    tile_int(t, INT4);
+    BY_BLOCK(block_int, , INT4)
 }
 
 /* To nearest even, for |x| < 2^22: the ulp of 1.5 * 2^23 is 1. */

@@ -1,4 +1,4 @@
-/* Inside the matmuls: one block of 16 weight rows times one tile of up to 8 activation rows, for each instruction set.
+/* Inside the matmuls: one or two blocks of 16 weight rows times one tile of activation rows, for each instruction set.
  *
  * matmul.c cuts the work and calls these through a table; both layouts are described in matmul_layout.h. The sum of an
  * output runs in the same order in every tile height. Borrowed pointers only; any thread.
@@ -11,14 +11,15 @@
 struct dn_tile {
     const uint8_t *block; /* packed weights */
     const uint8_t *act;   /* packed activations */
-    const float *bias;    /* [n_out] of this block or NULL */
-    float *out;           /* [n_rows][out_stride], first of this block's columns */
+    const float *bias;    /* [n_out] of these blocks or NULL */
+    float *out;           /* [n_rows][out_stride], first of these blocks' columns */
     size_t out_stride;    /* floats */
-    uint32_t n_in, n_out; /* n_out: rows of the block that exist, 1..16 */
-    uint32_t n_rows;      /* activation rows, 1..8 */
+    uint32_t n_in, n_out; /* n_out: rows of weights that exist, 1..32 */
+    uint32_t n_blocks;    /* 1 or 2 */
+    uint32_t n_rows;      /* activation rows, 1..DN_TILE_ROWS */
+    uint32_t ahead;       /* if not 0, the blocks come from memory: ask for what lies so many bytes behind */
     bool scale_is_bf16;
-    bool prefetch; /* the block comes from memory: ask for what lies behind it in time */
-    size_t offset_at, data_at;
+    size_t block_bytes, offset_at, data_at;
 };
 
 typedef void dn_tile_fn(const struct dn_tile *t);

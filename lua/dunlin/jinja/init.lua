@@ -3,6 +3,7 @@
 --   local template, err = jinja.compile(source)
 --   local text, segments = jinja.render(template, context, options)   -- or nil, err
 --
+-- M.strftime, set by the host, is what strftime_now() calls unless the options have their own.
 -- context is a dict value of dunlin.jinja.value; text that came with a request must be of kind "str" in it (see text.lua).
 -- segments is {length, trusted, length, trusted, ...} over the bytes of text. err is {kind, message, line}.
 local parse = require("dunlin.jinja.parser")
@@ -60,7 +61,7 @@ function M.render(template, context, options)
     scope["v_" .. name] = context.map[name]
   end
   local state = R.state
-  state.depth, state.mutable, state.strftime = 0, options and options.mutable or false, options and options.strftime
+  state.depth, state.mutable, state.strftime = 0, options and options.mutable or false, options and options.strftime or M.strftime
   local out = text.new_buffer()
   local ok, why = pcall(template.main, scope, out)
   if not ok then

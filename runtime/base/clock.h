@@ -6,7 +6,7 @@
 #include <time.h>
 
 #define DN_NS_PER_MS 1000000ull
-#define DN_NS_PER_S 1000000000ull
+#define DN_NS_PER_S  1000000000ull
 
 /* Monotonic, for durations and deadlines. */
 static inline uint64_t dn_now_ns(void)

@@ -26,21 +26,22 @@ enum dn_code {
 
 struct dn_err {
     enum dn_code code;
-    char text[DN_ERR_TEXT];  /* always terminated, UTF-8, may be cut with "..." */
-    char param[64];          /* the request parameter or configuration key at fault, or "" */
+    char text[DN_ERR_TEXT]; /* always terminated, UTF-8, may be cut with "..." */
+    char param[64];         /* the request parameter or configuration key at fault, or "" */
 };
 
 /* What a code looks like from outside (errors.def). Never NULL; an unknown code is DN_INTERNAL's row. */
 struct dn_code_info {
-    const char *name;   /* "CONTEXT_LENGTH" */
-    int status;         /* HTTP status */
-    const char *type;   /* OpenAI's error.type */
-    const char *code;   /* OpenAI's error.code; stable, clients switch on it */
-    const char *help;   /* one sentence for `dunlin help errors` */
+    const char *name; /* "CONTEXT_LENGTH" */
+    int status;       /* HTTP status */
+    const char *type; /* OpenAI's error.type */
+    const char *code; /* OpenAI's error.code; stable, clients switch on it */
+    const char *help; /* one sentence for `dunlin help errors` */
 };
 const struct dn_code_info *dn_code_info(int code); /* takes DN_X or -DN_X */
 
-/* Sets code and text (err may be NULL) and returns -code, so that `return dn_err_set(...)` is the whole failure path. */
+/* Sets code and text (err may be NULL) and returns -code, so that `return dn_err_set(...)` is the whole failure path.
+ */
 int dn_err_set(struct dn_err *err, enum dn_code code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* As dn_err_set, and names the parameter at fault. */

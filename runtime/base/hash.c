@@ -189,27 +189,17 @@ void dn_hex_print(const uint8_t *bytes, size_t n, char *out)
     out[2 * n] = '\0';
 }
 
-static int hex_digit(char c)
+static unsigned hex_value(char c)
 {
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    if (c >= 'a' && c <= 'f')
-        return c - 'a' + 10;
-    if (c >= 'A' && c <= 'F')
-        return c - 'A' + 10;
-    return -1;
+    return c <= '9' ? (unsigned)(c - '0') : (unsigned)((c | 0x20) - 'a' + 10);
 }
 
 bool dn_hex_parse(const char *text, uint8_t *bytes, size_t n)
 {
-    if (strlen(text) != 2 * n)
+    if (strspn(text, "0123456789abcdefABCDEF") != 2 * n || text[2 * n] != '\0')
         return false;
-    for (size_t i = 0; i < 2 * n; i++) {
-        if (hex_digit(text[i]) < 0)
-            return false;
-    }
     for (size_t i = 0; i < n; i++)
-        bytes[i] = (uint8_t)(hex_digit(text[2 * i]) << 4 | hex_digit(text[2 * i + 1]));
+        bytes[i] = (uint8_t)(hex_value(text[2 * i]) << 4 | hex_value(text[2 * i + 1]));
     return true;
 }
 

@@ -1,6 +1,7 @@
 # tests/threads/x_threads.c: plain programs about threads (no forking runner, so that the thread sanitizer sees them).
-# The table names the layer that each is linked with.
+# The lines below name the layer that each is linked with.
 set(dn_threads_layer_inbox base)
+set(dn_threads_layer_metrics base)
 file(GLOB thread_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/threads/*_threads.c)
 foreach(source ${thread_tests})
   get_filename_component(name ${source} NAME_WE)

@@ -133,6 +133,8 @@ static void enter(struct dn_conn *c, enum dn_conn_state state)
 static void count_bodies(struct dn_conn *c, uint64_t bytes)
 {
     struct dn_loop *loop = c->loop;
+    if (c->body_bytes == 0 && bytes)
+        c->body_since_ns = loop->now_ns;
     loop->body_bytes += bytes - c->body_bytes;
     c->body_bytes = bytes;
     if (bytes == 0 && loop->body_owner == c)
@@ -200,20 +202,26 @@ static void check_h1(struct dn_conn *c)
     count_bodies(c, c->h1_head_bytes ? n : 0);
 }
 
+/* Over the budget one connection goes on, the one whose body began first, so that bodies that block each other still
+ * end; it may use as much as one body can. */
 static bool may_read_bodies(struct dn_conn *c)
 {
     struct dn_loop *loop = c->loop;
-    uint64_t max = loop->http->limits.body_bytes_inflight;
-    if (c->body_bytes == 0 || loop->body_bytes <= max)
+    const struct dn_http_limits *limits = &loop->http->limits;
+    if (c->body_bytes == 0 || loop->body_bytes <= limits->body_bytes_inflight)
         return true;
     if (!loop->body_owner)
-        loop->body_owner = c; /* one goes on, so that bodies that block each other still end */
-    return loop->body_owner == c && c->body_bytes <= max;
+        for (struct dn_conn *o = loop->first_conn; o; o = o->next)
+            if (o->body_bytes && (!loop->body_owner || o->body_since_ns < loop->body_owner->body_since_ns))
+                loop->body_owner = o;
+    return loop->body_owner == c &&
+           (c->body_bytes <= limits->body_bytes_inflight || c->body_bytes <= 2 * limits->body_bytes);
 }
 
 void dn_conn_resume_bodies(struct dn_loop *loop)
 {
-    if (!loop->has_paused || (loop->body_bytes > loop->http->limits.body_bytes_inflight && loop->body_owner))
+    bool is_over = loop->body_bytes > loop->http->limits.body_bytes_inflight;
+    if (!loop->has_paused || (is_over && loop->body_owner && !loop->body_owner->is_paused))
         return;
     loop->has_paused = false;
     for (struct dn_conn *c = loop->first_conn; c; c = c->next)

@@ -51,6 +51,7 @@ struct dn_conn {
     uint64_t idle_since_ns;               /* HTTP/1: last response, or start */
     uint64_t stall_since_ns, stall_acked; /* TCP has not taken anything since */
     uint64_t body_bytes;                  /* this connection's share of loop->body_bytes */
+    uint64_t body_since_ns;
     struct dn_ip_key ip;
     enum dn_conn_state state;
     uint32_t n_requests;

@@ -244,12 +244,50 @@ local function set_node(data, plain)
   n.models = wrap_all(plain.models, "node.models", contract.model)
 end
 
+local function unknown_globals(policy, source)
+  local messages = {}
+  for i, use in ipairs(globals.scan(source, policy.globals)) do
+    messages[i] = ("%s:%d: unknown global %q%s"):format(policy.file, use.line, use.name,
+      readonly.suggest(use.name, policy.globals))
+  end
+  return messages
+end
+
+-- The file's first comment, without its marks.
+local function first_comment(source)
+  local lines = {}
+  for line in string.gmatch(source .. "\n", "(.-)\r?\n") do
+    local text = string.match(line, "^%-%-+%s?(.*)$")
+    if not text then
+      if #lines > 0 or string.find(line, "%S") then
+        break
+      end
+    else
+      lines[#lines + 1] = text
+    end
+  end
+  return table.concat(lines, " ")
+end
+
+local function param_range(spec)
+  if spec.values then
+    local words = {}
+    for i, value in ipairs(spec.values) do
+      words[i] = tostring(value)
+    end
+    return table.concat(words, " | ")
+  end
+  if spec.min or spec.max then
+    return ("%s to %s"):format(tostring(spec.min or "any"), tostring(spec.max or "any"))
+  end
+  return type(spec.default)
+end
+
 -- Runs the chunk and takes what it returned. Errors are raised as "file:line: reason".
 local function load_policy(host, policy, chunk, source, given)
-  local unknown = globals.scan(source, policy.globals)[1]
-  if unknown then
-    error(("%s:%d: unknown global %q%s"):format(policy.file, unknown.line, unknown.name,
-      readonly.suggest(unknown.name, policy.globals)), 0)
+  local unknown = unknown_globals(policy, source)
+  if unknown[1] then
+    error(unknown[1], 0)
   end
   local p = chunk()
   local where = ("%s:%d: "):format(policy.file, return_line(source))
@@ -356,6 +394,29 @@ function dispatch.new(host)
 
   function r.run(i, hook)
     return run_hook(policies[i], view, data, hook)
+  end
+
+  --- All unknown globals of a source as lines of text.
+  function r.unknown(i, source)
+    return table.concat(unknown_globals(policies[i], source), "\n")
+  end
+
+  --- What `dunlin policy show` tells: the first comment, then five strings a parameter (name, value, default, range,
+  --- explanation), by name.
+  function r.describe(i, source)
+    local p, names, out = policies[i], {}, {}
+    for name in pairs(p.specs) do
+      names[#names + 1] = name
+    end
+    table.sort(names)
+    for _, name in ipairs(names) do
+      local spec = p.specs[name]
+      for _, text in ipairs({ name, tostring(p.params[name]), tostring(spec.default), param_range(spec),
+        tostring(spec.doc or "") }) do
+        out[#out + 1] = text
+      end
+    end
+    return p.doc or first_comment(source), out
   end
 
   function r.set_node(plain)

@@ -50,10 +50,10 @@ end
 --- string.rep up to 64 KiB.
 function patterns.rep(s, n)
   s = tostring(s)
-  if n >= 1 and (n > patterns.REP_MAX or #s * n > patterns.REP_MAX) then
+  if #s > 0 and n >= 1 and (n > patterns.REP_MAX or #s * n > patterns.REP_MAX) then
     error(("string.rep: more than %d bytes"):format(patterns.REP_MAX), 2)
   end
-  return string.rep(s, n)
+  return #s > 0 and string.rep(s, n) or ""
 end
 
 --- The guarded string library, for environments outside the node.

@@ -83,8 +83,8 @@ struct dn_policy_vm {
     char thread[32];
     bool is_stale; /* ran out of time or memory: its data may be half changed */
     enum dn_vm_failure stale_why;
-    uint64_t node_version;     /* that the node's tables were built from */
-    int ref_run, ref_set_node; /* functions of lua/dunlin/dispatch.lua in the registry */
+    uint64_t node_version;                   /* that the node's tables were built from */
+    int ref_run, ref_set_node, ref_describe; /* functions of lua/dunlin/dispatch.lua in the registry */
     int ref_req, ref_labels, ref_headers, ref_metadata, ref_cached, ref_wish, ref_so_far, ref_result;
     int ref_hook[DN_HOOK_COUNT];
     int ref_key[64]; /* interned names of fields: see push.c */
@@ -107,8 +107,14 @@ void dn_policy_locate(const struct dn_policy_file *f, enum dn_policy_hook hook, 
 /* Opens a trial VM of a set, with buckets of its own. dn_policy_vm_close() closes it. */
 int dn_policy_trial_open(struct dn_policy_vm **out, struct dn_policy_set *set, struct dn_err *err);
 
-/* Runs every hook over made-up requests and states of the node. The first failure: DN_POLICY with file:line. */
-int dn_policy_smoke(struct dn_policy_vm *trial, const struct dn_node_view *node, struct dn_err *err);
+/* Runs every hook over made-up requests and states of the node. The first failure: DN_POLICY with file:line. With `all`
+ * it goes on and puts every different message there, a line each. */
+int dn_policy_smoke(struct dn_policy_vm *trial, const struct dn_node_view *node, struct dn_buf *all,
+                    struct dn_err *err);
+extern const struct dn_node_view dn_policy_quiet_node; /* one pool "main", one model "smoke" */
+
+/* All unknown globals of a source in the environment of policies, a line each. Fails on its syntax. */
+int dn_policy_unknown(const char *file, const char *source, size_t len, struct dn_buf *out, struct dn_err *err);
 
 /* Views into the tables of dispatch.lua; a decision to and from them. */
 void dn_policy_keys_init(struct dn_policy_vm *pv);

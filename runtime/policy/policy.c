@@ -104,7 +104,7 @@ static int prove(struct dn_policy_set **out, const struct dn_policy_config *conf
         return rc;
     rc = dn_policy_trial_open(&trial, set, err);
     if (rc == 0)
-        rc = dn_policy_smoke(trial, config->node, err);
+        rc = dn_policy_smoke(trial, config->node, NULL, err);
     dn_policy_vm_close(trial);
     if (rc)
         dn_policy_set_put(set);

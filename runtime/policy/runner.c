@@ -230,6 +230,7 @@ static int build(struct dn_policy_vm *pv, struct dn_err *err)
         lua_settop(L, runner);
     }
     pv->ref_run = ref_field(L, runner, "run");
+    pv->ref_describe = ref_field(L, runner, "describe");
     pv->ref_set_node = ref_field(L, runner, "set_node");
     lua_getfield(L, runner, "data");
     int data = lua_gettop(L);
@@ -290,4 +291,42 @@ int dn_policy_trial_open(struct dn_policy_vm **out, struct dn_policy_set *set, s
     }
     *out = pv;
     return 0;
+}
+
+int dn_policy_unknown(const char *file, const char *source, size_t len, struct dn_buf *out, struct dn_err *err)
+{
+    struct dn_vm_options o = {
+        .name = "policy", .code = DN_POLICY, .instructions = LOAD_INSTRUCTIONS, .wall_ns = LOAD_NS};
+    struct dn_vm *vm = NULL;
+    int rc = dn_vm_open(&vm, &o, err);
+    if (rc)
+        return rc;
+    lua_State *L = dn_vm_lua(vm);
+    rc = dn_vm_load(vm, source, len, file, false, err);
+    if (rc == 0)
+        rc = dn_vm_require(vm, "dunlin.dispatch", err);
+    if (rc == 0) {
+        lua_getfield(L, -1, "new");
+        lua_newtable(L); /* no primitive is called before the file runs */
+        rc = dn_vm_call(vm, 1, 1, err);
+    }
+    int runner = lua_gettop(L);
+    if (rc == 0) {
+        lua_getfield(L, runner, "env");
+        lua_pushinteger(L, 1);
+        lua_pushstring(L, file);
+        lua_pushboolean(L, 0);
+        dn_vm_push_sandbox(vm);
+        rc = dn_vm_call(vm, 4, 0, err);
+    }
+    if (rc == 0) {
+        lua_getfield(L, runner, "unknown");
+        lua_pushinteger(L, 1);
+        lua_pushlstring(L, source, len);
+        rc = dn_vm_call(vm, 2, 1, err);
+    }
+    if (rc == 0)
+        dn_buf_puts(out, lua_tostring(L, -1));
+    dn_vm_close(vm);
+    return rc;
 }

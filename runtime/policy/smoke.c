@@ -74,6 +74,17 @@ static const struct dn_node_view states[STATES] = {
      .n_models = 1},
 };
 
+const struct dn_node_view dn_policy_quiet_node = {.version = 0,
+                                                  .hour = 12,
+                                                  .wday = 3,
+                                                  .kv_pages_total = 10000,
+                                                  .kv_pages_free = 9000,
+                                                  .kv_free_ratio = 0.9,
+                                                  .pool = pools[0],
+                                                  .n_pools = 1,
+                                                  .model = &rich,
+                                                  .n_models = 1};
+
 static const struct dn_view_pair labels[] = {{"tier", "free"}, {"tier", "pro"},     {"tier", "gold"},
                                              {"tier", "?"},    {"regulated", NULL}, {"batch", NULL}};
 static const struct dn_view_pair metadata[] = {{"session", "s-1"}, {"project", "p"}};
@@ -130,40 +141,76 @@ static void use_node(struct dn_node_view *view, struct dn_request_view *r, const
         r->model = r->requested_model = node->model[0].name;
 }
 
-static int one(struct dn_policy_vm *trial, const struct dn_request_view *r, const struct dn_node_view *node,
-               struct dn_err *err)
+/* Adds a line unless it is there. */
+static void add_line(struct dn_buf *all, const char *text)
+{
+    const char *have = dn_buf_str(all), *at = strstr(have, text);
+    size_t n = strlen(text);
+    if (at && (at == have || at[-1] == '\n') && (at[n] == '\n' || at[n] == '\0'))
+        return;
+    dn_buf_printf(all, "%s%s", all->len ? "\n" : "", text);
+}
+
+struct findings {
+    struct dn_buf *all; /* or NULL: the first is enough */
+    struct dn_err first;
+    bool any;
+};
+
+/* Notes what the last hook left behind. True: that is enough. */
+static bool note(struct dn_policy_vm *trial, struct findings *f)
+{
+    if (trial->last_error.code == DN_OK)
+        return false;
+    if (!f->any)
+        f->first = trial->last_error;
+    f->any = true;
+    if (f->all)
+        add_line(f->all, trial->last_error.text);
+    trial->last_error.code = DN_OK;
+    return !f->all;
+}
+
+/* Every hook runs, also behind a rejection: what is tried is that none fails. */
+static bool one(struct dn_policy_vm *trial, const struct dn_request_view *r, const struct dn_node_view *node,
+                struct findings *f)
 {
     struct dn_decision d = {0};
     struct dn_reject reject;
-    struct dn_policy_trace trace = {0};
-    trial->last_error.code = DN_OK;
-    /* Every hook runs, also behind a rejection: what is tried is that none fails. */
-    dn_policy_admit(trial, r, node, &d, &reject, &trace);
+    dn_policy_admit(trial, r, node, &d, &reject, NULL);
+    if (note(trial, f))
+        return true;
     struct dn_request_view full = *r;
     full.prompt_tokens = (int64_t)(r->prompt_bytes / 4 + 1);
     full.cached_tokens[DN_DECIDE_KV_BF16] = full.prompt_tokens / 2;
-    dn_policy_route(trial, &full, node, &d, &reject, &trace);
-    for (size_t i = 0; i < N(results); i++)
+    dn_policy_route(trial, &full, node, &d, &reject, NULL);
+    if (note(trial, f))
+        return true;
+    for (size_t i = 0; i < N(results); i++) {
         dn_policy_finish(trial, &full, &results[i]);
-    if (trial->last_error.code == DN_OK)
-        return 0;
-    if (err)
-        *err = trial->last_error;
-    return -DN_POLICY;
+        if (note(trial, f))
+            return true;
+    }
+    return false;
 }
 
-int dn_policy_smoke(struct dn_policy_vm *trial, const struct dn_node_view *node, struct dn_err *err)
+int dn_policy_smoke(struct dn_policy_vm *trial, const struct dn_node_view *node, struct dn_buf *all, struct dn_err *err)
 {
-    for (size_t s = 0; s < N(states); s++)
-        for (size_t i = 0; i < N(requests); i++) {
+    struct findings f = {.all = all};
+    trial->last_error.code = DN_OK;
+    bool enough = false;
+    for (size_t s = 0; s < N(states) && !enough; s++)
+        for (size_t i = 0; i < N(requests) && !enough; i++) {
             struct dn_request_view r = requests[i];
             struct dn_node_view view = states[s];
             r.prompt_tokens = -1;
             if (node)
                 use_node(&view, &r, node);
-            int rc = one(trial, &r, &view, err);
-            if (rc)
-                return rc;
+            enough = one(trial, &r, &view, &f);
         }
-    return 0;
+    if (!f.any)
+        return 0;
+    if (err)
+        *err = f.first;
+    return -DN_POLICY;
 }

@@ -1,5 +1,7 @@
 #include "policy/trace.h"
 
+#include <string.h>
+
 #define N(array) (sizeof(array) / sizeof *(array))
 
 const char *dn_policy_hook_name(enum dn_policy_hook h)
@@ -33,13 +35,20 @@ void dn_policy_trace_print(const struct dn_policy_trace *t, const struct dn_deci
     make_printable(out, start);
 }
 
-static void print_fields(uint32_t fields, const struct dn_decision *d, struct dn_buf *out)
+/* The fields of a step: with the value where it is still this policy's, the name alone where a later one changed it. */
+static void print_fields(const struct dn_policy_step *s, const struct dn_policy_trace *t, const struct dn_decision *d,
+                         struct dn_buf *out)
 {
-    for (uint32_t left = fields; left; left &= left - 1) {
+    for (uint32_t left = s->fields; left; left &= left - 1) {
         enum dn_decision_field f = (enum dn_decision_field)__builtin_ctz(left);
-        dn_buf_printf(out, "%s%s", left == fields ? "" : " ", dn_decision_field_name(f));
+        dn_buf_printf(out, "%s%s", left == s->fields ? "" : "  ", dn_decision_field_name(f));
+        if (s->is_shadow || strcmp(t->by[f], s->policy) != 0)
+            continue;
+        dn_buf_putc(out, ' ');
+        size_t from = out->len;
+        dn_decision_print_field(d, f, out);
+        make_printable(out, from);
     }
-    (void)d;
 }
 
 void dn_policy_trace_table(const struct dn_policy_trace *t, const struct dn_decision *d, struct dn_buf *out)
@@ -50,8 +59,8 @@ void dn_policy_trace_table(const struct dn_policy_trace *t, const struct dn_deci
         size_t start = out->len;
         dn_buf_printf(out, "%-6s %-14s %s%s", dn_policy_hook_name((enum dn_policy_hook)s->hook), s->policy,
                       s->is_shadow ? "(shadow) " : "", s->outcome < N(outcome) ? outcome[s->outcome] : "?");
-        print_fields(s->fields, d, out);
-        while (out->len - start < 64)
+        print_fields(s, t, d, out);
+        while (out->len - start < 78)
             dn_buf_putc(out, ' ');
         dn_buf_printf(out, " %6.1f us\n", (double)s->ns / 1000);
     }

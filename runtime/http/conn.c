@@ -268,21 +268,31 @@ static void pump(struct dn_conn *c)
             c->loop->has_paused = true;
             break;
         }
-        n = read_plain(c);
-        if (n <= 0)
+        const char *plain = c->loop->scratch;
+        n = (long)c->ahead.len;
+        if (n)
+            plain = c->ahead.data;
+        else if ((n = read_plain(c)) <= 0)
             break;
         /* h2o answers from inside dn_vsock_input() and uses the scratch for it: dn_vsock_input() copies first */
-        if (!guard_input(c, c->loop->scratch, (size_t)n)) {
+        if (!guard_input(c, plain, (size_t)n)) {
             dn_conn_doom(c);
             return;
         }
-        dn_vsock_input(c->vs, c->loop->scratch, (size_t)n);
+        dn_vsock_input(c->vs, plain, (size_t)n);
+        dn_buf_release(&c->ahead);
         if (!c->vs)
             break;
         if (c->is_h2)
             count_bodies(c, c->track.n_body_bytes);
         else
             check_h1(c);
+    }
+    /* While HTTP/1 answers, h2o reads nothing; one record is read ahead, since it may be the client's goodbye. */
+    if (c->tls && c->vs && !c->is_doomed && c->ahead.len == 0 && !dn_vsock_wants_input(c->vs)) {
+        n = read_plain(c);
+        if (n > 0)
+            dn_buf_put(&c->ahead, c->loop->scratch, (size_t)n);
     }
     if (n == DN_TLS_ERROR) {
         dn_conn_doom(c);
@@ -430,6 +440,7 @@ static void free_conn(struct dn_conn *c)
     atomic_fetch_sub_explicit(&loop->stats.connections, 1, memory_order_relaxed);
     dn_tls_close(c->tls);
     dn_buf_release(&c->in.buf);
+    dn_buf_release(&c->ahead);
     dn_buf_release(&c->out);
     dn_h2_track_release(&c->track);
     free(c);

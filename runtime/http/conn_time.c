@@ -52,7 +52,8 @@ static bool check_stall(struct dn_conn *c, uint64_t now_ns)
     return true;
 }
 
-/* While TCP is not read (64 KiB wait already, or the body budget is used) the end of the client has to be asked for. */
+/* While TCP is not read (64 KiB wait already, or the body budget is used) the end of the client has to be asked for. A
+ * client that fills the kernel's buffer too and then leaves can't be seen: its FIN waits behind its data. */
 static bool check_peer_closed(struct dn_conn *c)
 {
     if (c->is_eof || !c->watch || (!c->is_paused && dn_tls_in_left(&c->in) < DN_CONN_IN_BYTES))

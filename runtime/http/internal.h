@@ -41,6 +41,7 @@ struct dn_conn {
     struct dn_vsock *vs;         /* NULL before the handshake and after h2o closed it */
     struct dn_tls *tls;          /* NULL: cleartext */
     struct dn_tls_in in;         /* received: records, or plain bytes */
+    struct dn_buf ahead;         /* HTTP/1 over TLS: one decrypted record that h2o does not want yet */
     struct dn_buf out;           /* to be sent, from out_at on */
     size_t out_at;
     struct dn_http_req *first_req; /* requests that the handler knows */

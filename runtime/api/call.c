@@ -168,7 +168,8 @@ static void fail_code(struct dn_call *c, enum dn_code code)
 static void refuse(struct dn_call *c, const struct dn_reject *reject)
 {
     c->status = reject->status;
-    c->error_code = reject->code;
+    memcpy(c->reject_code, reject->code, sizeof c->reject_code);
+    c->error_code = c->reject_code;
     finish(c);
     if (c->http)
         dn_reply_reject(c->http, reject);

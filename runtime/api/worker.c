@@ -68,15 +68,20 @@ int dn_workers_open(unsigned n_threads, struct dn_workers **out, struct dn_err *
     return 0;
 }
 
+void dn_workers_stop(struct dn_workers *w)
+{
+    dn_inbox_close(&w->inbox);
+    for (; w->n > 0; w->n--) {
+        pthread_join(w->worker[w->n - 1].thread, NULL);
+        dn_template_vm_close(w->worker[w->n - 1].vm);
+    }
+}
+
 void dn_workers_close(struct dn_workers *w)
 {
     if (!w)
         return;
-    dn_inbox_close(&w->inbox);
-    for (unsigned i = 0; i < w->n; i++) {
-        pthread_join(w->worker[i].thread, NULL);
-        dn_template_vm_close(w->worker[i].vm);
-    }
+    dn_workers_stop(w);
     dn_inbox_release(&w->inbox);
     pthread_mutex_destroy(&w->lock);
     free(w);

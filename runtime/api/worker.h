@@ -21,7 +21,8 @@ struct dn_job {
 };
 
 int dn_workers_open(unsigned n_threads, struct dn_workers **out, struct dn_err *err);
-void dn_workers_close(struct dn_workers *w);                      /* jobs that wait are still done and returned */
-bool dn_workers_submit(struct dn_workers *w, struct dn_job *job); /* any thread; false when closing */
+void dn_workers_stop(struct dn_workers *w);  /* joins the threads; jobs that wait are still done and returned */
+void dn_workers_close(struct dn_workers *w); /* stops if need be, frees */
+bool dn_workers_submit(struct dn_workers *w, struct dn_job *job); /* any thread; false once stopped */
 
 #endif

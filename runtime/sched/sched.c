@@ -414,14 +414,13 @@ int dn_sched_start(struct dn_sched *s, struct dn_err *err)
     return 0;
 }
 
-void dn_sched_close(struct dn_sched *s)
+void dn_sched_stop(struct dn_sched *s)
 {
-    if (!s)
-        return;
     atomic_store(&s->stop, true);
     dn_inbox_close(&s->inbox);
     if (s->has_thread)
         pthread_join(s->thread, NULL);
+    s->has_thread = false;
     handle(s, dn_inbox_take(&s->inbox));
     while (s->waiting)
         dn_sched_fail(s, unlink_waiting(s, &s->waiting), DN_DRAINING);
@@ -429,6 +428,13 @@ void dn_sched_close(struct dn_sched *s)
         if (s->running[i])
             dn_sched_fail(s, s->running[i], DN_DRAINING);
     deliver(s);
+}
+
+void dn_sched_close(struct dn_sched *s)
+{
+    if (!s)
+        return;
+    dn_sched_stop(s);
     dn_inbox_release(&s->inbox);
     dn_sched_stats_close(s->stats);
     free(s->running);

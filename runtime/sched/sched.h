@@ -28,7 +28,9 @@ struct dn_sched;
 int dn_sched_open(const struct dn_sched_conf *conf, struct dn_pool *pool, const struct dn_sink *sink,
                   struct dn_metrics *metrics, struct dn_sched **out, struct dn_err *err);
 int dn_sched_start(struct dn_sched *s, struct dn_err *err);
-void dn_sched_close(struct dn_sched *s); /* stops at once; requests that are left get DN_EVENT_ERROR DN_DRAINING */
+/* Ends the thread; requests that are left get DN_EVENT_ERROR DN_DRAINING. Calls from other threads stay allowed until close. */
+void dn_sched_stop(struct dn_sched *s);
+void dn_sched_close(struct dn_sched *s); /* stops if need be, frees */
 
 /* Takes the request over on success. -DN_OVERLOADED when the queue is full (the request stays the caller's). */
 int dn_sched_submit(struct dn_sched *s, struct dn_request *r, struct dn_err *err);

@@ -1,0 +1,27 @@
+/* Generation in this process, without a server: one scheduler driven on the caller's thread. For generate, chat and
+ * bench. */
+#ifndef DN_CLI_LOCAL_H
+#define DN_CLI_LOCAL_H
+
+#include "cli/load.h"
+#include "sched/sched.h"
+
+struct dn_local {
+    struct dn_loaded loaded;
+    struct dn_sched *sched;
+    void (*on_event)(void *ctx, const struct dn_event *e, const struct dn_sampled *detail, uint64_t step_ns);
+    void *ctx;
+};
+
+/* Loads the model with a progress bar. */
+int dn_local_open(struct dn_local *l, const char *path, const struct dn_pool_conf *conf, bool quiet,
+                  struct dn_err *err);
+void dn_local_close(struct dn_local *l);
+
+/* A request with defaults (greedy, no penalties, integrity tag); the prompt is copied. */
+struct dn_request *dn_local_request(const int32_t *prompt, size_t n_prompt, uint32_t max_tokens);
+/* Takes the request over and runs until nothing is left to do; events arrive at on_event. */
+int dn_local_submit(struct dn_local *l, struct dn_request *r, struct dn_err *err);
+void dn_local_run(struct dn_local *l);
+
+#endif

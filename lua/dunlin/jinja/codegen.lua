@@ -15,7 +15,7 @@ local MAX_REGISTERS = 90
 local G = {}
 G.__index = G
 
-function G:fail(line, message)
+local function fail(line, message)
   error({ kind = "TemplateSyntaxError", message = message, line = line }, 0)
 end
 
@@ -38,7 +38,7 @@ function G:register(d, line)
   if d > self.registers then
     self.registers = d
     if d > MAX_REGISTERS then
-      self:fail(line, "expression too complex")
+      fail(line, "expression too complex")
     end
   end
   return "r" .. d
@@ -98,7 +98,7 @@ function E:Const(node)
   return format("%.0f", v)
 end
 
-function E:Name(node)
+function E.Name(_, node)
   return "S.v_" .. node.name
 end
 
@@ -174,7 +174,7 @@ end
 local COMPARE = { eq = "eq(%s, %s)", ne = "not eq(%s, %s)", lt = "V.lt(%s, %s)", le = "V.le(%s, %s)", gt = "V.gt(%s, %s)",
   ge = "V.ge(%s, %s)", contains = "V.contains(%s, %s)", lacks = "not V.contains(%s, %s)" }
 
-function G:compare(op, a, b)
+local function compare(op, a, b)
   if op == "contains" or op == "lacks" then
     a, b = b, a
   end
@@ -186,14 +186,14 @@ function E:Compare(node, d)
   if #node.ops == 1 then
     local a = self:expr(node.first, d)
     local b = self:expr(node.ops[1].right, behind(a, d))
-    self:emit("%s = %s", r, self:compare(node.ops[1].op, a, b))
+    self:emit("%s = %s", r, compare(node.ops[1].op, a, b))
     return r
   end
   -- a < b < c: the middle values are computed once, and only as far as the chain holds.
   local left = self:expr_to(node.first, d + 1)
   for i, step in ipairs(node.ops) do
     local right = self:expr_to(step.right, d + 2)
-    self:emit("%s = %s", r, self:compare(step.op, left, right))
+    self:emit("%s = %s", r, compare(step.op, left, right))
     if i < #node.ops then
       self:emit("if %s then %s = %s", r, left, right)
     end
@@ -248,7 +248,7 @@ function G:arguments(node, d)
 end
 
 function E:Call(node, d, macro)
-  local target, head, callee = node.node, nil, nil
+  local target, head, callee = node.node
   if target.t == "Getattr" then
     callee = self:expr(target.node, d)
     head = format("call_method(%s, %s", callee, self:constant(target.name))
@@ -269,7 +269,7 @@ function G:named(set, what, name, line)
   local f = set[name]
   if not f then
     if self.branch == 0 then
-      self:fail(line, "No " .. what .. " named '" .. name .. "'.")
+      fail(line, "No " .. what .. " named '" .. name .. "'.")
     end
     f = R.unknown(what, name)
   end
@@ -456,7 +456,7 @@ end
 function S:For(node)
   self.loops = self.loops + 1
   if self.loops > limits.loops then
-    self:fail(node.line, "more than " .. limits.loops .. " loops in each other")
+    fail(node.line, "more than " .. limits.loops .. " loops in each other")
   end
   self:emit("do")
   self:emit("local items, n = V.items(%s)", self:expr(node.iter, 1))
@@ -472,7 +472,7 @@ function S:For(node)
   local id, outer = self:label(), self.loop_id
   self.loop_id = id
   local fresh = assigns(node.body)
-  self:emit("local loop, outer = R.loop(items, n, S.v_loop), S")
+  self:emit("local loop, outer = R.loop(items, n), S")
   if not fresh then
     self:emit("local S = push(outer)")
     self:emit("S.v_loop = loop")

@@ -164,7 +164,8 @@ F["float"] = function(v, args, kwargs)
 end
 
 function F.round(v, args, kwargs)
-  local x, precision = V.number(v), need_int(arg(args, kwargs, 1, "precision"), "round", 0)
+  local x, is_float = V.number(v)
+  local precision = need_int(arg(args, kwargs, 1, "precision"), "round", 0)
   local method = bytes(V.str(arg(args, kwargs, 2, "method", "common")))
   if not x or precision < -15 or precision > 15 then
     V.check_defined(v)
@@ -175,8 +176,15 @@ function F.round(v, args, kwargs)
     return V.float(math.ceil(x * scale) / scale)
   elseif method == "floor" then
     return V.float(math.floor(x * scale) / scale)
+  elseif not is_float and precision >= 0 then
+    return x
+  end
+  -- A tie goes to the even neighbour, which string.format does not do.
+  local scaled, down = x * scale, math.floor(x * scale)
+  if scaled - down == 0.5 and scaled / scale == x then
+    return V.float((down % 2 == 0 and down or down + 1) / scale)
   elseif precision < 0 then
-    return V.float(tonumber(string.format("%.0f", x * scale)) / scale)
+    return V.float(math.floor(scaled + 0.5) / scale)
   end
   return V.float(tonumber(string.format("%." .. precision .. "f", x)))
 end

@@ -63,12 +63,21 @@ function Parser:nested(f, ...)
   return node
 end
 
+--- n + 1, unless that is more than may follow each other in one expression.
+function Parser:count(n)
+  if n >= limits.chain then
+    self:fail("more than " .. limits.chain .. " operations in a row")
+  end
+  return n + 1
+end
+
 -- Expressions
 
 local function binary(operators, next_level)
   return function(self)
-    local left = next_level(self)
+    local left, n = next_level(self), 0
     while self.tok.t == "op" and operators[self.tok.v] do
+      n = self:count(n)
       local op = self:next()
       left = { t = operators[op.v], line = op.line, left = left, right = next_level(self) }
     end
@@ -222,7 +231,9 @@ local function parse_subscript(self, node)
 end
 
 local function parse_postfix(self, node)
+  local n = 0
   while self.tok.t == "op" do
+    n = self:count(n)
     local op = self.tok.v
     if op == "." then
       local line = self:next().line
@@ -291,7 +302,9 @@ local function parse_test(self, node)
 end
 
 local function parse_filter_expr(self, node)
+  local n = 0
   while true do
+    n = self:count(n)
     if self:at("op", "|") then
       self:next()
       node = parse_filter(self, node)
@@ -308,7 +321,7 @@ local function parse_filter_expr(self, node)
 end
 
 local function parse_unary(self, without_filter)
-  local tok, node = self.tok, nil
+  local tok, node = self.tok
   if self:at("op", "-") or self:at("op", "+") then
     self:next()
     node = { t = tok.v == "-" and "Neg" or "Pos", line = tok.line, node = self:nested(parse_unary, true) }
@@ -345,6 +358,7 @@ local function parse_compare(self)
       return ops and { t = "Compare", line = line, first = first, ops = ops } or first
     end
     ops = ops or {}
+    self:count(#ops)
     ops[#ops + 1] = { op = op, right = parse_math1(self) }
   end
 end
@@ -359,8 +373,9 @@ end
 
 local function chain(word, type, next_level)
   return function(self)
-    local left = next_level(self)
+    local left, n = next_level(self), 0
     while self:at("name", word) do
+      n = self:count(n)
       local line = self:next().line
       left = { t = type, line = line, left = left, right = next_level(self) }
     end
@@ -372,8 +387,9 @@ local parse_or = chain("or", "Or", chain("and", "And", parse_not))
 
 local function parse_condition(self)
   local line = self.tok.line
-  local node = parse_or(self)
+  local node, n = parse_or(self), 0
   while self:accept("name", "if") do
+    n = self:count(n)
     local test = parse_or(self)
     local other
     if self:accept("name", "else") then

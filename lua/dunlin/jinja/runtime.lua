@@ -44,11 +44,12 @@ local LOOP = {
   nextitem = function(l)
     return l.i < l.n and l.items[l.i + 1] or l.i == l.n and V.undefined("there is no next item") or false
   end,
-  depth = function(l)
-    return l.level
+  -- Only recursive loops, which are not supported, are deeper.
+  depth = function()
+    return 1
   end,
-  depth0 = function(l)
-    return l.level - 1
+  depth0 = function()
+    return 0
   end,
 }
 
@@ -74,9 +75,6 @@ local function find_method(obj, name)
   local kind = type(obj) == "table" and obj.k or is_text(obj) and "str"
   local of_kind = methods[kind]
   local f = of_kind and of_kind[name]
-  if not f then
-    return nil
-  end
   local mutators = methods.mutators[kind]
   if mutators and mutators[name] and not state.mutable then
     local refused = V.undefined("access to attribute '" .. name .. "' of '" .. kind .. "' object is unsafe.")
@@ -91,7 +89,7 @@ local function attr(obj, name)
   if t == "table" then
     local k = obj.k
     if k == "dict" then
-      if not methods.dict[name] then
+      if not methods.dict[name] and not methods.mutators.dict[name] then
         local v = obj.map[name]
         if v ~= nil then
           return v
@@ -125,7 +123,11 @@ R.attr = attr
 function R.item(obj, key)
   local k = type(obj) == "table" and obj.k
   if k == "dict" then
-    local v = obj.map[V.hash_key(key)]
+    local kind = type(key) == "table" and key.k
+    local v
+    if kind ~= "list" and kind ~= "dict" then
+      v = obj.map[V.hash_key(key)]
+    end
     if v ~= nil then
       return v
     end
@@ -270,12 +272,17 @@ end
 
 -- Loops and scopes
 
-function R.loop(items, n, outer)
-  return { k = "loop", i = 0, n = n, items = items, level = (outer and outer.k == "loop" and outer.level or 0) + 1 }
+function R.loop(items, n)
+  return { k = "loop", i = 0, n = n, items = items }
 end
 
---- Item i of a value that must have exactly n.
+local CANNOT_UNPACK = { none = true, float = true, big = true, namespace = true, macro = true, ["function"] = true, method = true }
+
+--- The items of a value that must have exactly n.
 function R.unpack(v, n)
+  if type(v) == "number" or type(v) == "boolean" or (type(v) == "table" and CANNOT_UNPACK[v.k]) then
+    fail("TypeError", "cannot unpack non-iterable " .. V.type_name(v) .. " object")
+  end
   local items, count = V.items(v)
   if count < n then
     fail("ValueError", "not enough values to unpack (expected " .. n .. ", got " .. count .. ")")

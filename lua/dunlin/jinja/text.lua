@@ -516,8 +516,17 @@ function T.codepoint(s, i)
 end
 
 -- Case beyond ASCII: Latin-1, Latin Extended-A, Greek and Cyrillic letters; every other character stays as it is.
+local GREEK_UPPER = { [0x3AC] = 0x386, [0x3AD] = 0x388, [0x3AE] = 0x389, [0x3AF] = 0x38A, [0x3CC] = 0x38C, [0x3CD] = 0x38E,
+  [0x3CE] = 0x38F }
+local GREEK_LOWER = {}
+for low, up in pairs(GREEK_UPPER) do
+  GREEK_LOWER[up] = low
+end
+
 local function upper_of(c)
-  if (c >= 0xE0 and c <= 0xFE and c ~= 0xF7) or (c >= 0x3B1 and c <= 0x3C9 and c ~= 0x3C2) or (c >= 0x430 and c <= 0x44F) then
+  if GREEK_UPPER[c] then
+    return GREEK_UPPER[c]
+  elseif (c >= 0xE0 and c <= 0xFE and c ~= 0xF7) or (c >= 0x3B1 and c <= 0x3CB and c ~= 0x3C2) or (c >= 0x430 and c <= 0x44F) then
     return c - 32
   elseif c == 0xFF then
     return 0x178
@@ -536,7 +545,9 @@ local function upper_of(c)
 end
 
 local function lower_of(c)
-  if (c >= 0xC0 and c <= 0xDE and c ~= 0xD7) or (c >= 0x391 and c <= 0x3A9) or (c >= 0x410 and c <= 0x42F) then
+  if GREEK_LOWER[c] then
+    return GREEK_LOWER[c]
+  elseif (c >= 0xC0 and c <= 0xDE and c ~= 0xD7) or (c >= 0x391 and c <= 0x3AB) or (c >= 0x410 and c <= 0x42F) then
     return c + 32
   elseif c == 0x178 then
     return 0xFF

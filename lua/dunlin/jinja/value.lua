@@ -686,7 +686,8 @@ local function percent(v, arg)
         elseif not x then
           fail("TypeError", "%" .. c .. " format: a real number is required, not " .. type_name(a))
         end
-        text.put(b, c == "f" and string.format("%f", x) or c == "x" and string.format("%x", x) or int_text(x < 0 and -floor(-x) or floor(x)))
+        local whole = x < 0 and -floor(-x) or floor(x)
+        text.put(b, c == "f" and string.format("%f", x) or c == "x" and string.format("%x", whole) or int_text(whole))
       end
     end
     pos = i + 2

@@ -6,7 +6,8 @@
 
 #include <math.h>
 
-enum { TILE = DN_ATTN_TILE, BLOCK = DN_PAGE_TOKENS_STEP };
+/* FEW: rows of one register tile, with room in registers for decoding values on the way */
+enum { TILE = DN_ATTN_TILE, BLOCK = DN_PAGE_TOKENS_STEP, FEW = 4 };
 
 /* ---- Loading a tile: pages -> f32 ---- */
 
@@ -73,16 +74,15 @@ static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
     }
 }
 
-/* e4m3 in the top byte of each word. */
-INLINE __m512 fp8_top(__m512i x)
+/* Byte order for fp8_decode(): out[b] takes byte b of every word (keys after the transposition). */
+INLINE __m512i order_words(void)
 {
-    __m512i magnitude = _mm512_and_si512(_mm512_srli_epi32(x, 4), _mm512_set1_epi32(0x07f00000));
-    __m512i sign = _mm512_and_si512(x, _mm512_set1_epi32((int)0x80000000));
-    return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(magnitude, sign)), _mm512_set1_ps(0x1p120f));
+    return _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
 }
 
 static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
 {
+    struct fp8_table table = fp8_table();
     for (uint32_t d = 0; d < dim; d += 64) {
         uint32_t n = dim - d < 64 ? dim - d : 64;
         __mmask64 mask = (__mmask64)(~0ull >> (64 - n));
@@ -92,15 +92,13 @@ static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
         transpose_words(r);
 #pragma GCC unroll 16
         for (uint32_t j = 0; j < 16; j++) {
-            float *to = kt + (d + 4 * j) * TILE;
-            if (4 * j < n)
-                _mm512_storeu_ps(to, fp8_top(_mm512_slli_epi32(r[j], 24)));
-            if (4 * j + 1 < n)
-                _mm512_storeu_ps(to + TILE, fp8_top(_mm512_slli_epi32(r[j], 16)));
-            if (4 * j + 2 < n)
-                _mm512_storeu_ps(to + 2 * TILE, fp8_top(_mm512_slli_epi32(r[j], 8)));
-            if (4 * j + 3 < n)
-                _mm512_storeu_ps(to + 3 * TILE, fp8_top(r[j]));
+            vf x[4];
+            fp8_decode(&table, _mm512_shuffle_epi8(r[j], order_words()), x);
+#pragma GCC unroll 4
+            for (uint32_t b = 0; b < 4; b++) {
+                if (4 * j + b < n)
+                    v_store(kt + (d + 4 * j + b) * TILE, x[b]);
+            }
         }
     }
 }
@@ -210,6 +208,20 @@ static void values_bf16(float *v, const uint16_t *x, uint32_t n, uint32_t dim, u
 
 static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uint32_t padded)
 {
+#if defined(__AVX512VBMI__)
+    struct fp8_table table = fp8_table();
+    for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
+        for (uint32_t d = 0; d < dim; d += 64) {
+            vf y[4];
+            fp8_decode_in_turn(&table, x + d, dim - d < 64 ? dim - d : 64, y);
+#pragma GCC unroll 4
+            for (uint32_t j = 0; j < 4; j++) {
+                if (d + j * VW < padded)
+                    v_store(v + d + j * VW, y[j]);
+            }
+        }
+    }
+#else
     for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
         uint32_t d = 0;
         for (; d + VW <= dim; d += VW)
@@ -219,38 +231,44 @@ static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uin
         for (; d < padded; d++)
             v[d] = 0.0f;
     }
+#endif
 }
 
-/* Scales of a tile's keys and values; 1 where the format has none. */
-struct tile_scales {
-    float k[TILE], v[TILE];
+/* A tile as it was loaded. */
+struct tile {
+    float k_scale[TILE], v_scale[TILE]; /* FP8 */
+    const uint8_t *value[TILE / BLOCK]; /* V of each block, in its page */
 };
 
-/* Loads positions [tile, tile + n). Keys come in whole blocks: what lies behind n in the last one is stale and masked.
- */
-static void load_tile(const struct dn_attn_work *w, uint32_t tile, uint32_t n, struct tile_scales *scales)
+/* Loads positions [at, at + n): keys into w->kt, values into w->v or only their addresses. Keys come in whole blocks:
+ * what lies behind n in the last one is stale and masked. */
+static void load_tile(const struct dn_attn_work *w, uint32_t at, uint32_t n, bool with_values, struct tile *tile)
 {
     const struct dn_kv_layout *l = w->layout;
     uint32_t dim = w->head_dim;
     uint64_t layer_bytes = (uint64_t)w->layer * l->format[w->format].layer_bytes;
     for (uint32_t b = 0; b < n; b += BLOCK) {
-        uint32_t page = w->page[(tile + b) / l->page_tokens];
-        const uint8_t *at = w->arena + dn_kv_page_offset(l, w->format, page) + layer_bytes;
-        size_t token = (size_t)w->kv_head * l->page_tokens + (tile + b) % l->page_tokens;
+        uint32_t page = w->page[(at + b) / l->page_tokens];
+        const uint8_t *layer = w->arena + dn_kv_page_offset(l, w->format, page) + layer_bytes;
+        size_t token = (size_t)w->kv_head * l->page_tokens + (at + b) % l->page_tokens;
         uint32_t m = n - b < BLOCK ? n - b : BLOCK;
+        float *v = w->v + (size_t)b * w->padded_dim;
         if (w->format == DN_KV_FP8) {
-            keys_fp8(w->kt + b, at + token * dim, dim);
-            values_fp8(w->v + (size_t)b * w->padded_dim, at + l->format[DN_KV_FP8].v_offset + token * dim, m, dim,
-                       w->padded_dim);
-            memcpy(scales->k + b, at + l->format[DN_KV_FP8].k_scale_offset + token * sizeof(float),
+            const uint8_t *value = layer + l->format[DN_KV_FP8].v_offset + token * dim;
+            tile->value[b / BLOCK] = value;
+            keys_fp8(w->kt + b, layer + token * dim, dim);
+            if (with_values)
+                values_fp8(v, value, m, dim, w->padded_dim);
+            memcpy(tile->k_scale + b, layer + l->format[DN_KV_FP8].k_scale_offset + token * sizeof(float),
                    BLOCK * sizeof(float));
-            memcpy(scales->v + b, at + l->format[DN_KV_FP8].v_scale_offset + token * sizeof(float),
+            memcpy(tile->v_scale + b, layer + l->format[DN_KV_FP8].v_scale_offset + token * sizeof(float),
                    BLOCK * sizeof(float));
         } else {
-            const uint16_t *k = (const uint16_t *)at + token * dim;
-            const uint16_t *v = (const uint16_t *)(at + l->format[DN_KV_BF16].v_offset) + token * dim;
-            keys_bf16(w->kt + b, k, dim);
-            values_bf16(w->v + (size_t)b * w->padded_dim, v, m, dim, w->padded_dim);
+            const uint16_t *value = (const uint16_t *)(layer + l->format[DN_KV_BF16].v_offset) + token * dim;
+            tile->value[b / BLOCK] = (const uint8_t *)value;
+            keys_bf16(w->kt + b, (const uint16_t *)layer + token * dim, dim);
+            if (with_values)
+                values_bf16(v, value, m, dim, w->padded_dim);
         }
     }
 }
@@ -288,11 +306,22 @@ INLINE void score_tile(int mr, int nv, const float *q, uint32_t dim, const float
     }
 }
 
-/* o[m][0..nv) = o * alpha[m] + weights p[m][0..count) times values v [count][padded] */
-INLINE void value_tile(int mr, int nv, const float *p, const float *alpha, const float *v, uint32_t count,
-                       uint32_t padded, float *o)
+/* Where value_tile() finds the values */
+enum source { SCRATCH, PAGE_BF16, PAGE_FP8 };
+struct values {
+    const float *v;              /* SCRATCH: [count][stride] */
+    const uint8_t *const *block; /* PAGE: blocks of [BLOCK][stride] */
+    uint32_t stride, offset;     /* in values: of a token, of the first column */
+};
+
+/* o[m][0..nv) = o * alpha[m] + weights p[m][0..count) times values [count] */
+INLINE void value_tile(int mr, int nv, enum source source, const float *p, const float *alpha,
+                       const struct values *from, uint32_t count, uint32_t padded, float *o)
 {
     vf acc[MR][NV];
+#if defined(__AVX512VBMI__)
+    struct fp8_table table = fp8_table();
+#endif
 #pragma GCC unroll 8
     for (int m = 0; m < mr; m++) {
         vf a = v_set(alpha[m]);
@@ -300,17 +329,34 @@ INLINE void value_tile(int mr, int nv, const float *p, const float *alpha, const
         for (int n = 0; n < nv; n++)
             acc[m][n] = v_load(o + (size_t)m * padded + n * VW) * a;
     }
-    for (uint32_t i = 0; i < count; i++) {
-        vf x[NV];
+    for (uint32_t b = 0; b < count; b += BLOCK) {
+        uint32_t end = count - b < BLOCK ? count - b : BLOCK;
+        const float *v = source == SCRATCH ? from->v + (size_t)b * from->stride + from->offset : NULL;
+        const uint8_t *page = source == SCRATCH ? NULL : from->block[b / BLOCK];
+        for (uint32_t i = 0; i < end; i++) {
+            vf x[4];
+            size_t at = (size_t)i * from->stride;
+            if (source == PAGE_FP8) {
+#if defined(__AVX512VBMI__)
+                fp8_decode_in_turn(&table, page + at + from->offset, nv * VW, x);
+#else
 #pragma GCC unroll 4
-        for (int n = 0; n < nv; n++)
-            x[n] = v_load(v + (size_t)i * padded + n * VW);
+                for (int n = 0; n < nv; n++)
+                    x[n] = v_load_fp8(page + at + from->offset + n * VW);
+#endif
+            } else {
+#pragma GCC unroll 4
+                for (int n = 0; n < nv; n++)
+                    x[n] = source == SCRATCH ? v_load(v + at + n * VW)
+                                             : v_load_bf16((const uint16_t *)page + at + from->offset + n * VW);
+            }
 #pragma GCC unroll 8
-        for (int m = 0; m < mr; m++) {
-            vf w = v_set(p[(size_t)m * TILE + i]);
+            for (int m = 0; m < mr; m++) {
+                vf w = v_set(p[(size_t)m * TILE + b + i]);
 #pragma GCC unroll 4
-            for (int n = 0; n < nv; n++)
-                acc[m][n] = v_fma(w, x[n], acc[m][n]);
+                for (int n = 0; n < nv; n++)
+                    acc[m][n] = v_fma(w, x[n], acc[m][n]);
+            }
         }
     }
 #pragma GCC unroll 8
@@ -319,6 +365,21 @@ INLINE void value_tile(int mr, int nv, const float *p, const float *alpha, const
         for (int n = 0; n < nv; n++)
             v_store(o + (size_t)m * padded + n * VW, acc[m][n]);
     }
+}
+INLINE void value_scratch(int mr, int nv, const float *p, const float *alpha, const struct values *from, uint32_t count,
+                          uint32_t padded, float *o)
+{
+    value_tile(mr, nv, SCRATCH, p, alpha, from, count, padded, o);
+}
+INLINE void value_bf16(int mr, int nv, const float *p, const float *alpha, const struct values *from, uint32_t count,
+                       uint32_t padded, float *o)
+{
+    value_tile(mr, nv, PAGE_BF16, p, alpha, from, count, padded, o);
+}
+INLINE void value_fp8(int mr, int nv, const float *p, const float *alpha, const struct values *from, uint32_t count,
+                      uint32_t padded, float *o)
+{
+    value_tile(mr, nv, PAGE_FP8, p, alpha, from, count, padded, o);
 }
 
 /* Calls tile(mr, nv, ...) with both as constants, so that the accumulators live in registers. */
@@ -374,25 +435,43 @@ static void outputs(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows
 {
     for (uint32_t c = 0; c < w->padded_dim; c += NV * VW) {
         uint32_t left = (w->padded_dim - c) / VW, nv = left < NV ? left : NV;
+        struct values from = {.v = w->v, .stride = w->padded_dim, .offset = c};
         for (uint32_t r = row0; r < n_rows; r += MR) {
             uint32_t mr = n_rows - r < MR ? n_rows - r : MR;
             const float *p = w->s + (size_t)r * TILE;
             float *o = out + (size_t)r * w->padded_dim + c;
-            WITH_TILE(value_tile, mr, nv, p, w->alpha + r, w->v + c, count, w->padded_dim, o)
+            WITH_TILE(value_scratch, mr, nv, p, w->alpha + r, &from, count, w->padded_dim, o)
+        }
+    }
+}
+
+/* The same for up to MR rows, whose values are not worth a copy: they are read where they lie. */
+static void outputs_from_pages(const struct dn_attn_work *w, const struct tile *tile, uint32_t row, uint32_t mr,
+                               uint32_t count, float *out)
+{
+    for (uint32_t c = 0; c < w->padded_dim; c += NV * VW) {
+        uint32_t left = (w->padded_dim - c) / VW, nv = left < NV ? left : NV;
+        struct values from = {.block = tile->value, .stride = w->head_dim, .offset = c};
+        const float *p = w->s + (size_t)row * TILE;
+        float *o = out + (size_t)row * w->padded_dim + c;
+        if (w->format == DN_KV_FP8) {
+            WITH_TILE(value_fp8, mr, nv, p, w->alpha + row, &from, count, w->padded_dim, o)
+        } else {
+            WITH_TILE(value_bf16, mr, nv, p, w->alpha + row, &from, count, w->padded_dim, o)
         }
     }
 }
 
 /* Scores of one row over `count` positions become weights e^(s - max); the row's maximum and sum move on. */
-INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile_scales *scales, float *max, float *sum,
+INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile *tile, float *max, float *sum,
                         float *alpha)
 {
     vf top = v_set(-INFINITY), x[TILE / VW];
     uint32_t n = (count + VW - 1) / VW;
     for (uint32_t i = 0; i < n; i++) {
         x[i] = v_load(s + i * VW) * v_set(scale);
-        if (scales)
-            x[i] = x[i] * v_load(scales->k + i * VW);
+        if (tile)
+            x[i] = x[i] * v_load(tile->k_scale + i * VW);
         if (count - i * VW < VW)
             x[i] = v_first((int)(count - i * VW), x[i], v_set(-INFINITY));
         top = v_max(top, x[i]);
@@ -403,8 +482,8 @@ INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile
     for (uint32_t i = 0; i < n; i++) {
         vf p = v_exp(x[i] - v_set(new_max));
         total += p;
-        if (scales)
-            p = p * v_load(scales->v + i * VW);
+        if (tile)
+            p = p * v_load(tile->v_scale + i * VW);
         v_store(s + i * VW, p);
     }
     float a = 1.0f;
@@ -420,27 +499,32 @@ INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile
 
 static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_attn_state *out)
 {
-    struct tile_scales scales;
+    struct tile tile;
     uint32_t n_rows = w->n_tokens * w->group, last = w->position + w->n_tokens - 1;
     uint32_t end = last - begin < DN_ATTN_SPLIT ? last + 1 : begin + DN_ATTN_SPLIT;
     uint32_t first = begin > w->position ? begin - w->position : 0; /* token */
+    bool few = w->n_tokens == 1 && n_rows <= FEW && w->head_dim == w->padded_dim;
     for (uint32_t r = first * w->group; r < n_rows; r++) {
         out->max[r] = -INFINITY;
         out->sum[r] = 0.0f;
         memset(out->o + (size_t)r * w->padded_dim, 0, w->padded_dim * sizeof(float));
     }
-    for (uint32_t tile = begin; tile < end; tile += TILE) {
-        uint32_t n = end - tile < TILE ? end - tile : TILE;
-        uint32_t t = tile > w->position ? tile - w->position : 0; /* first token that sees the tile */
-        load_tile(w, tile, n, &scales);
+    for (uint32_t at = begin; at < end; at += TILE) {
+        uint32_t n = end - at < TILE ? end - at : TILE;
+        uint32_t t = at > w->position ? at - w->position : 0; /* first token that sees the tile */
+        load_tile(w, at, n, !few, &tile);
         scores(w, t * w->group, n_rows, (n + BLOCK - 1) / BLOCK * BLOCK);
         for (uint32_t r = t * w->group; r < n_rows; r++) {
-            uint32_t seen = w->position + r / w->group - tile + 1;
+            uint32_t seen = w->position + r / w->group - at + 1;
             softmax_row(w->s + (size_t)r * TILE, seen < TILE ? seen : TILE, w->scale,
-                        w->format == DN_KV_FP8 ? &scales : NULL, out->max + r, out->sum + r, w->alpha + r);
+                        w->format == DN_KV_FP8 ? &tile : NULL, out->max + r, out->sum + r, w->alpha + r);
         }
-        for (; t < w->n_tokens && w->position + t < tile + TILE - 1; t++)
-            outputs(w, t * w->group, (t + 1) * w->group, w->position + t - tile + 1, out->o);
+        if (few) {
+            outputs_from_pages(w, &tile, 0, n_rows, n, out->o);
+            continue;
+        }
+        for (; t < w->n_tokens && w->position + t < at + TILE - 1; t++)
+            outputs(w, t * w->group, (t + 1) * w->group, w->position + t - at + 1, out->o);
         outputs(w, t * w->group, n_rows, TILE, out->o);
     }
 }

@@ -1,0 +1,200 @@
+#include "engine/model.h"
+
+#include "engine/gguf_write.h"
+#include "engine/tiny.h"
+#include "unit/engine/tiny_checkpoint.h"
+
+#include <math.h>
+
+Test(model, a_checkpoint_folder_is_described)
+{
+    const char *folder = tiny_checkpoint(&TINY_KIND[1], 2, DN_TT_BF16, "");
+    struct dn_model *m;
+    struct dn_err err = {0};
+    struct dn_buf b = {0};
+    dn_buf_puts(&b, "{\"eos_token_id\": 7}");
+    tiny_file(folder, "generation_config.json", &b);
+    dn_buf_clear(&b);
+    dn_buf_puts(&b, "{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"T\"},{\"name\":\"default\",\"template\":"
+                    "\"D{{ x }}\"}]}");
+    tiny_file(folder, "tokenizer_config.json", &b);
+    cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+    const struct dn_hyper *h = &m->hyper;
+    cr_assert(h->arch == DN_ARCH_LLAMA && h->n_layers == 2 && h->dim == 96 && h->ff_dim == 192 && h->n_heads == 3);
+    cr_assert(h->n_kv_heads == 1 && h->head_dim == 32 && h->rotary_dim == 32 && h->n_vocab == 256 &&
+              h->context_tokens == 512);
+    cr_assert(!h->tied_head && !h->rope_interleaved && !h->qkv_bias && !h->qk_norm && h->rope_llama3);
+    cr_assert(m->n_eos == 3 && m->eos_id[0] == 2 && m->eos_id[1] == 5 && m->eos_id[2] == 7);
+    cr_assert_eq(m->bos_id, 1);
+    cr_assert_str_eq(m->chat_template, "D{{ x }}");
+    cr_assert_str_eq(m->chat_template_from, "tokenizer_config.json");
+    cr_assert_str_eq(m->type_text, "safetensors BF16");
+    cr_assert_not_null(m->tokenizer_config);
+    cr_assert_null(m->tokenizer_json);
+    cr_assert_eq(m->n_params, 256u * 96 * 2 + 96 + 2u * (96 * 2 + 96 * 96 + 2 * 32 * 96 + 96 * 96 + 3 * 96 * 192));
+    cr_assert_eq(dn_model_kv_bytes(m, false), 2u * 2 * 32 * 2);
+    cr_assert_eq(dn_model_kv_bytes(m, true), 2u * 2 * (32 + 4));
+    dn_model_close(m);
+    dn_buf_clear(&b);
+    dn_buf_puts(&b, "from a file");
+    tiny_file(folder, "chat_template.jinja", &b);
+    cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+    cr_assert_str_eq(m->chat_template, "from a file");
+    dn_model_close(m);
+    dn_buf_release(&b);
+    tiny_remove(folder);
+}
+
+/* The golden numbers of Llama 3.1's scaling for head 64, theta 500000, factor 8, 1..4, 8192 by transformers' own
+ * function. */
+Test(model, llama3_frequencies)
+{
+    struct dn_model m = {.hyper = {.rotary_dim = 64,
+                                   .rope_theta = 500000,
+                                   .rope_llama3 = true,
+                                   .rope_factor = 8,
+                                   .rope_low = 1,
+                                   .rope_high = 4,
+                                   .rope_original = 8192}};
+    static const struct {
+        int i;
+        double inv_freq;
+    } want[] = {{0, 1},
+                {1, 0.663601279},
+                {8, 0.0376060307},
+                {12, 0.00729266508},
+                {14, 0.00321144611},
+                {15, 0.00137189368},
+                {16, 0.000524846022},
+                {17, 0.000178507791},
+                {18, 7.78465546e-05},
+                {20, 3.42810235e-05},
+                {24, 6.64786967e-06},
+                {31, 3.7673226e-07}};
+    double f[32];
+    dn_model_rope_freqs(&m, f);
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++)
+        cr_expect_float_eq(f[want[i].i], want[i].inv_freq, 2e-6 * want[i].inv_freq, "%d: %.9g", want[i].i,
+                           f[want[i].i]);
+}
+
+static void refused(const struct tiny_kind *k, const char *extra, const char *text)
+{
+    const char *folder = tiny_checkpoint(k, 1, DN_TT_BF16, extra);
+    struct dn_model *m = NULL;
+    struct dn_err err = {0};
+    cr_expect_eq(dn_model_open(folder, &m, &err), -DN_MODEL_FILE, "%s", extra);
+    cr_expect(strstr(err.text, text) != NULL, "\"%s\", expected \"%s\" in it", err.text, text);
+    cr_expect_eq(strncmp(err.text, folder, strlen(folder)), 0, "\"%s\" begins with the path", err.text);
+    dn_model_close(m);
+    tiny_remove(folder);
+}
+
+static struct tiny_kind changed(const char *arch, const char *rope)
+{
+    struct tiny_kind k = TINY_KIND[0];
+    k.arch = arch ? arch : k.arch;
+    k.rope = rope ? rope : k.rope;
+    return k;
+}
+
+Test(model, what_the_forward_pass_does_not_know_is_refused_by_name)
+{
+    struct tiny_kind k = changed("gemma3", NULL);
+    refused(&k, "", "config.json: architecture \"gemma3\" is not supported, expected one of llama, qwen2, qwen3");
+    k = changed(NULL, "\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}");
+    refused(&k, "", "rope scaling \"yarn\" is not supported, expected default or llama3");
+    k = changed(NULL, "\"rope_parameters\":{\"rope_type\":\"llama3\",\"rope_theta\":1e4,\"factor\":8.0}");
+    refused(&k, "", "rope scaling llama3: \"low_freq_factor\" is missing");
+    k = changed(NULL,
+                "\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":1e4,\"partial_rotary_factor\":0.5}");
+    refused(&k, "", "\"partial_rotary_factor\": 0.5 is not supported");
+    refused(&TINY_KIND[0], ",\"attention_bias\":true", "\"attention_bias\": true is not supported");
+    refused(&TINY_KIND[2], ",\"use_sliding_window\":true", "\"use_sliding_window\": true is not supported");
+    refused(&TINY_KIND[0], ",\"quantization_config\":{}", "\"quantization_config\"");
+    k = changed("qwen2", NULL);
+    refused(&k, "", "tensor \"model.layers.0.self_attn.q_proj.bias\" is missing");
+    k = changed("qwen3", NULL);
+    refused(&k, "", "tensor \"model.layers.0.self_attn.q_norm.weight\" is missing");
+    k = TINY_KIND[2];
+    k.arch = "llama";
+    refused(&k, "", "self_attn.k_proj.bias\" is not one of a llama model of 2 layers");
+    k = TINY_KIND[3];
+    k.head_dim = 47;
+    refused(&k, "", "heads of 47 values, expected an even number");
+}
+
+/* ---- GGUF -------------------------------------------------------------------------------------------------------- */
+
+/* The tiny model's file, changed in place: as long as before, so that nothing moves. */
+static void patched(const char *find, size_t len, const char *with, const char *text)
+{
+    char path[64];
+    struct dn_err err = {0};
+    struct dn_model *m = NULL;
+    snprintf(path, sizeof path, "/tmp/dn_model_test.%ld.gguf", (long)getpid());
+    cr_assert_eq(dn_tiny_write(path, &err), 0, "%s", err.text);
+    FILE *f = fopen(path, "r+b");
+    static char bytes[1 << 19];
+    size_t n = fread(bytes, 1, sizeof bytes, f);
+    char *at = memmem(bytes, n, find, len);
+    cr_assert_not_null(at, "%s", find);
+    fseek(f, at - bytes, SEEK_SET);
+    fwrite(with, 1, len, f);
+    fclose(f);
+    cr_expect_eq(dn_model_open(path, &m, &err), -DN_MODEL_FILE, "%s", with);
+    cr_expect(strstr(err.text, text) != NULL, "\"%s\", expected \"%s\" in it", err.text, text);
+    unlink(path);
+}
+
+Test(model, gguf_tensors_are_all_known_and_all_there)
+{
+    patched("blk.1.ffn_up.weight", 19, "blk.2.ffn_up.weight", "tensor \"blk.1.ffn_up.weight\" is missing");
+    patched("llama.block_count", 17, "llama.block_cuont", "key \"llama.block_count\" is missing");
+    patched("\x0d\0\0\0\0\0\0\0output.weight", 21, "\x0d\0\0\0\0\0\0\0outpud.weight",
+            "tensor \"outpud.weight\" is not one of a llama model of 2 layers");
+    patched("general.architecture", 20, "general.architecturf", "key \"general.architecture\" is missing");
+}
+
+Test(model, gguf_values_are_checked)
+{
+    static const struct {
+        const char *key;
+        uint32_t value;
+        const char *text;
+    } bad[] = {
+        {"llama.block_count", 1025, "\"llama.block_count\": 1025, expected 1 to 1024"},
+        {"llama.block_count", 0, "\"llama.block_count\": 0, expected 1 to 1024"},
+        {"llama.block_count", 1, "is not one of a llama model of 1 layers"},
+        {"llama.embedding_length", 128, "rotary embedding of 16 of 32 values a head"},
+        {"llama.feed_forward_length", 64, "tensor \"blk.0.ffn_gate.weight\": shape [128][64], expected [64][64]"},
+        {"llama.attention.head_count_kv", 3, "4 heads over 3 KV heads, expected a multiple"},
+        {"llama.attention.head_count_kv", 4, "tensor \"blk.0.attn_k.weight\": shape [32][64], expected [64][64]"},
+        {"llama.attention.head_count", 0, "\"llama.attention.head_count\": 0, expected 1 to"},
+        {"llama.rope.dimension_count", 8, "rotary embedding of 8 of 16 values a head"},
+        {"tokenizer.ggml.eos_token_id", 9999, "end-of-text id 9999 outside the vocabulary"},
+    };
+    char path[64];
+    static char bytes[1 << 19];
+    snprintf(path, sizeof path, "/tmp/dn_model_test.%ld.gguf", (long)getpid());
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct dn_err err = {0};
+        struct dn_model *m = NULL;
+        cr_assert_eq(dn_tiny_write(path, &err), 0, "%s", err.text);
+        FILE *f = fopen(path, "r+b");
+        size_t n = fread(bytes, 1, sizeof bytes, f), len = strlen(bad[i].key);
+        /* A key ends where its type (u32 = 4) begins: head_count is a prefix of head_count_kv. */
+        char want[64];
+        memcpy(want, bad[i].key, len);
+        memcpy(want + len, "\x04\0\0\0", 4);
+        char *at = memmem(bytes, n, want, len + 4);
+        cr_assert_not_null(at);
+        fseek(f, at - bytes + (long)len + 4, SEEK_SET);
+        fwrite(&bad[i].value, 4, 1, f);
+        fclose(f);
+        cr_expect_eq(dn_model_open(path, &m, &err), -DN_MODEL_FILE, "%s = %u", bad[i].key, bad[i].value);
+        cr_expect(strstr(err.text, bad[i].text) != NULL, "\"%s\", expected \"%s\" in it", err.text, bad[i].text);
+        dn_model_close(m);
+    }
+    unlink(path);
+}

@@ -1,6 +1,6 @@
 #include "engine/detokenizer.h"
 
-#include "unit/engine/tok_data.h"
+#include "unit/engine/tok_kimi.h"
 #include "unit/engine/tok_small.h"
 
 static size_t from_hex(const char *hex, char *out)

@@ -6,19 +6,36 @@
 #include "engine/tokenizer.h"
 
 #include <criterion/criterion.h>
-#include <jansson.h>
+#include <fcntl.h>
+#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+/* Runs a program with its standard output in a file (NULL: ours); fails the test if it fails. */
+static inline void tok_run(const char *const argv[], const char *output)
+{
+    posix_spawn_file_actions_t actions;
+    pid_t pid;
+    int status = -1;
+    posix_spawn_file_actions_init(&actions);
+    if (output)
+        posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, output, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    cr_assert_eq(posix_spawnp(&pid, argv[0], &actions, NULL, (char *const *)(uintptr_t)argv, environ), 0, "%s",
+                 argv[0]);
+    cr_assert_eq(waitpid(pid, &status, 0), pid);
+    cr_assert_eq(status, 0, "%s %s failed", argv[0], argv[1]);
+    posix_spawn_file_actions_destroy(&actions);
+}
 
 /* Unpacks shared/data/<name>.tar.gz once; false, with the reason printed, when it is not there. Tests are processes of
  * their own and may get here at the same time, so the folder appears by a rename. */
 static inline bool tok_unpack(const char *name)
 {
-    char archive[512], dir[512], tmp[600], command[2048];
+    char archive[512], dir[512], tmp[600], inner[700];
     snprintf(archive, sizeof archive, "%s/%s.tar.gz", DN_SHARED_DATA, name);
     snprintf(dir, sizeof dir, "%s/testdata/%s", DN_BUILD_DIR, name);
     snprintf(tmp, sizeof tmp, "%s.%d", dir, (int)getpid());
@@ -28,14 +45,12 @@ static inline bool tok_unpack(const char *name)
         printf("SKIPPED: %s is not there\n", archive);
         return false;
     }
-    snprintf(command, sizeof command, "mkdir -p '%s' && tar -xzf '%s' -C '%s'", tmp, archive, tmp);
-    cr_assert_eq(system(command), 0, "%s", command);
-    char inner[700];
+    tok_run((const char *const[]){"mkdir", "-p", tmp, NULL}, NULL);
+    tok_run((const char *const[]){"tar", "-xzf", archive, "-C", tmp, NULL}, NULL);
     snprintf(inner, sizeof inner, "%s/%s", tmp, name);
     if (rename(inner, dir) != 0)
         cr_assert_eq(access(dir, R_OK), 0, "can't make %s", dir);
-    snprintf(command, sizeof command, "rm -rf '%s'", tmp);
-    cr_assert_eq(system(command), 0);
+    tok_run((const char *const[]){"rm", "-rf", tmp, NULL}, NULL);
     return true;
 }
 
@@ -107,53 +122,6 @@ static inline void tok_round_trip(const struct dn_tokenizer *t, const char *text
         cr_assert(!dn_tokenizer_is_special(t, ids.data[i]));
     dn_tokens_release(&ids);
     dn_buf_release(&back);
-}
-
-/* A tokenizer_config.json out of {"special": {text: id}}. */
-static inline struct dn_buf tok_config_of(const char *path)
-{
-    static const char *const not_special[] = {"<think>",
-                                              "</think>",
-                                              "<|tool_calls_section_begin|>",
-                                              "<|tool_calls_section_end|>",
-                                              "<|tool_call_begin|>",
-                                              "<|tool_call_argument_begin|>",
-                                              "<|tool_call_end|>"};
-    json_t *root = json_load_file(path, 0, NULL), *decoder = json_object();
-    cr_assert_not_null(root, "%s", path);
-    const char *key;
-    json_t *id;
-    json_object_foreach(json_object_get(root, "special"), key, id)
-    {
-        char number[32];
-        bool special = true;
-        for (size_t i = 0; i < sizeof not_special / sizeof *not_special; i++)
-            special = special && strcmp(key, not_special[i]) != 0;
-        snprintf(number, sizeof number, "%lld", (long long)json_integer_value(id));
-        json_object_set_new(decoder, number, json_pack("{s:s, s:b}", "content", key, "special", special));
-    }
-    json_t *config =
-        json_pack("{s:o, s:s, s:s}", "added_tokens_decoder", decoder, "bos_token", "[BOS]", "eos_token", "[EOS]");
-    char *text = json_dumps(config, 0);
-    struct dn_buf b = {0};
-    dn_buf_puts(&b, text);
-    free(text);
-    json_decref(config);
-    json_decref(root);
-    return b;
-}
-
-static inline struct dn_tokenizer *tok_open_kimi(void)
-{
-    struct dn_buf config = tok_config_of(tok_path("tokenizers/kimi_k2/special_tokens.json"));
-    struct dn_buf ranks = tok_read(tok_path("tokenizers/kimi_k2/tiktoken.model"));
-    struct dn_tokenizer *t = NULL;
-    struct dn_err err = {0};
-    cr_assert_eq(dn_tokenizer_parse_tiktoken(&t, ranks.data, ranks.len, config.data, config.len, "kimi-k2", &err), 0,
-                 "%s", err.text);
-    dn_buf_release(&config);
-    dn_buf_release(&ranks);
-    return t;
 }
 
 static inline double tok_seconds(void)

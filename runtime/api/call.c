@@ -584,7 +584,7 @@ void dn_call_event(struct dn_call *c, const struct dn_event *e, const struct dn_
         return;
     }
     if (e->kind == DN_EVENT_STARTED)
-        c->started_ns = step_ns;
+        c->started_ns = e->at_ns;
     if (e->kind == DN_EVENT_TOKEN && !c->first_token_ns)
         c->first_token_ns = step_ns;
     bool stopped = dn_output_event(&c->output, e, detail);

@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum { DEFAULT_SEQUENCES = 32, DEFAULT_STEP_TOKENS = 512, DEFAULT_ECHO_ROWS = 64, DEFAULT_PAGE_TOKENS = 16 };
-static const uint64_t default_kv_bytes_max = 1ull << 30;
+static const uint64_t default_kv_bytes_max = 1ull << 30, slab_bytes_max = 16 << 20;
 
 static uint32_t or_default(uint32_t value, uint32_t fallback)
 {
@@ -64,6 +64,8 @@ static int open_runner(struct dn_pool *p, struct dn_err *err)
         .arena_bytes = c->kv_bytes,
         .n_valid = c->n_valid,
     };
+    /* Large slabs round less away between formats; small ones let memory change its format sooner. */
+    rc.slab_bytes = c->kv_bytes / 32 < slab_bytes_max ? c->kv_bytes / 32 : slab_bytes_max;
     rc.limits.pages = c->max_sequences * ((c->context_tokens + c->page_tokens - 1) / c->page_tokens);
     int rc_open = dn_runner_open(p->device, p->weights, &rc, &p->runner, err);
     if (rc_open != 0)

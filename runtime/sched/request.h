@@ -57,6 +57,7 @@ struct dn_event {
     float logprob;  /* NaN when none was asked for */
     int32_t detail; /* index into the batch's detail[], -1 = none */
     uint32_t n;
+    uint64_t at_ns; /* STARTED: when it left the queue */
 };
 
 /* All events of one step for one event loop, oldest first. The receiver frees it. */

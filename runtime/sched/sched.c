@@ -219,7 +219,8 @@ static void start(struct dn_sched *s, struct dn_seq *q, uint64_t now_ns)
     s->now.prompt_tokens += q->req->n_prompt;
     s->now.cached_tokens += q->n_cached;
     dn_sched_stats_queue(s->stats, now_ns - q->req->arrival_ns);
-    dn_sched_emit(s, q, (struct dn_event){.kind = DN_EVENT_STARTED, .n = q->n_cached, .logprob = NAN}, NULL);
+    dn_sched_emit(s, q, (struct dn_event){.kind = DN_EVENT_STARTED, .n = q->n_cached, .at_ns = now_ns, .logprob = NAN},
+                  NULL);
 }
 
 static void expire(struct dn_sched *s, uint64_t now_ns)

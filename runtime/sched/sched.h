@@ -28,7 +28,8 @@ struct dn_sched;
 int dn_sched_open(const struct dn_sched_conf *conf, struct dn_pool *pool, const struct dn_sink *sink,
                   struct dn_metrics *metrics, struct dn_sched **out, struct dn_err *err);
 int dn_sched_start(struct dn_sched *s, struct dn_err *err);
-/* Ends the thread; requests that are left get DN_EVENT_ERROR DN_DRAINING. Calls from other threads stay allowed until close. */
+/* Ends the thread; requests that are left get DN_EVENT_ERROR DN_DRAINING. Calls from other threads stay allowed until
+ * close. */
 void dn_sched_stop(struct dn_sched *s);
 void dn_sched_close(struct dn_sched *s); /* stops if need be, frees */
 

@@ -204,7 +204,17 @@ static uint32_t row_gather(const float *x, uint32_t n, float cut, uint32_t *id, 
     uint32_t found = 0, i = 0;
     for (; i + VW <= n; i += VW) {
         vf a = v_load(x + i);
-        for (uint32_t mask = v_mask_less(c, a) | v_mask_equal(c, a); mask; mask &= mask - 1) {
+        uint32_t mask = v_mask_less(c, a) | v_mask_equal(c, a);
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+        if (mask && found + VW <= cap) { /* through a register: storing compressed is slow on Zen 4 */
+            __m512i lane = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                            _mm512_set1_epi32((int)i));
+            _mm512_storeu_si512(id + found, _mm512_maskz_compress_epi32((__mmask16)mask, lane));
+            found += (uint32_t)__builtin_popcount(mask);
+            continue;
+        }
+#endif
+        for (; mask; mask &= mask - 1) {
             if (found < cap)
                 id[found] = i + (uint32_t)__builtin_ctz(mask);
             found++;

@@ -206,24 +206,57 @@ static int32_t draw_all(const struct call *c, const float *x, uint32_t n, float 
     }
 }
 
+static double sum_of(const float *weight, uint32_t m)
+{
+    double lane[8] = {0}; /* one chain of additions would take 4 clocks each */
+    uint32_t j = 0;
+    for (; j + 8 <= m; j += 8) {
+        for (uint32_t i = 0; i < 8; i++)
+            lane[i] += (double)weight[j + i];
+    }
+    for (uint32_t i = 0; j < m; i++, j++)
+        lane[i] += (double)weight[j];
+    return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+}
+
 /* Weights of the m gathered ids, and their sum. */
 static double weigh(const struct call *c, const float *x, uint32_t m, float max, float inv_t, struct scratch *t)
 {
-    double sum = 0.0;
     for (uint32_t j = 0; j < m; j++)
         t->weight[j] = x[t->id[j]];
     c->d->row->exps(t->weight, m, max, inv_t, t->weight);
-    for (uint32_t j = 0; j < m; j++)
-        sum += (double)t->weight[j];
-    return sum;
+    return sum_of(t->weight, m);
 }
 
-/* Selection reorders what it works on: a copy of the gathered ids. */
-static struct candidate last_kept(const float *x, uint32_t m, double need, bool by_weight, struct scratch *t)
+/* The last of the m gathered ids, by rank, that is needed to reach `need` (select_rank()). Selection reorders what it
+ * works on: a copy. Many ids are first counted into intervals of value, so that only one interval is copied. */
+static struct candidate last_kept(const float *x, uint32_t m, float max, double need, bool by_weight, struct scratch *t)
 {
-    for (uint32_t j = 0; j < m; j++)
-        t->candidate[j] = (struct candidate){.value = x[t->id[j]], .weight = t->weight[j], .id = t->id[j]};
-    return select_rank(t->candidate, m, need, by_weight);
+    enum { INTERVALS = 512, MANY = 1024 };
+    float lowest = max, scale = 0.0f;
+    uint32_t wanted = 0;
+    if (m > MANY) {
+        double sum[INTERVALS] = {0};
+        for (uint32_t j = 0; j < m; j++) {
+            float v = x[t->id[j]];
+            lowest = v < lowest && v > -INFINITY ? v : lowest;
+        }
+        scale = max > lowest ? (INTERVALS - 1) / (max - lowest) : 0.0f;
+        for (uint32_t j = 0; j < m; j++) {
+            float at = (max - x[t->id[j]]) * scale; /* infinite for an impossible id: the last interval */
+            sum[at < INTERVALS - 1 ? (uint32_t)at : INTERVALS - 1] += by_weight ? (double)t->weight[j] : 1.0;
+        }
+        while (wanted < INTERVALS - 1 && sum[wanted] < need)
+            need -= sum[wanted++];
+    }
+    uint32_t n = 0;
+    for (uint32_t j = 0; j < m; j++) {
+        float v = x[t->id[j]], at = (max - v) * scale;
+        if (m <= MANY || (at < INTERVALS - 1 ? (uint32_t)at : INTERVALS - 1) == wanted)
+            t->candidate[n++] = (struct candidate){.value = v, .weight = t->weight[j], .id = t->id[j]};
+    }
+    /* Only rounding can leave the last interval empty: nothing is to be cut then. */
+    return n ? select_rank(t->candidate, n, need, by_weight) : (struct candidate){.value = -INFINITY, .id = UINT32_MAX};
 }
 
 /* Gathers every id that top_k, else top_p, can leave, ascending, with weights. Returns their number. *mass is the
@@ -231,22 +264,28 @@ static struct candidate last_kept(const float *x, uint32_t m, double need, bool 
 static uint32_t gather(const struct call *c, const struct dn_sample *s, const float *x, uint32_t n, float max,
                        float inv_t, struct scratch *t, double *mass)
 {
-    static const float depth[] = {6.0f, 12.0f, 24.0f, INFINITY}; /* down to e^-6, ... times the likeliest */
+    /* Down to e^-2, ... times the likeliest. A large mass tells that many ids share it, so that the first depths would
+     * be in vain. */
+    static const float depth[] = {2.0f, 4.0f, 6.0f, 8.0f, 11.0f, 14.0f, 18.0f, 24.0f, INFINITY};
     bool by_k = s->top_k > 0 && (uint32_t)s->top_k < n;
-    if (!by_k)
+    float first = 0.0f;
+    if (!by_k) {
         *mass = block_sums(c, x, n, max, inv_t, t->weight);
+        first = 0.8f * logf((float)*mass);
+    }
     uint32_t m;
     for (size_t i = 0;; i++) {
+        if (depth[i] < first)
+            continue;
         m = c->d->row->gather(x, n, max - depth[i] / inv_t, t->id, n);
-        if (depth[i] == INFINITY || (by_k && m >= (uint32_t)s->top_k))
-            break;
-        if (!by_k && weigh(c, x, m, max, inv_t, t) >= (double)s->top_p * *mass)
+        if (by_k ? m >= (uint32_t)s->top_k || depth[i] == INFINITY
+                 : weigh(c, x, m, max, inv_t, t) >= (double)s->top_p * *mass || depth[i] == INFINITY)
             break;
     }
-    weigh(c, x, m, max, inv_t, t);
     if (!by_k)
         return m;
-    float cut = last_kept(x, m, s->top_k, false, t).value;
+    weigh(c, x, m, max, inv_t, t);
+    float cut = last_kept(x, m, max, s->top_k, false, t).value;
     uint32_t kept = 0;
     for (uint32_t j = 0; j < m; j++) {
         if (x[t->id[j]] >= cut)
@@ -261,12 +300,12 @@ static int32_t draw_cut(const struct call *c, const struct dn_sample *s, const f
 {
     bool by_k = s->top_k > 0 && (uint32_t)s->top_k < n, by_p = s->top_p < 1.0f;
     struct candidate last = {.value = -INFINITY, .id = UINT32_MAX};
-    double mass, total = 0.0, sum = 0.0;
+    double mass;
     uint32_t m, kept = 0;
     if (by_k || by_p) {
         m = gather(c, s, x, n, max, inv_t, t, &mass);
         if (by_p)
-            last = last_kept(x, m, (double)s->top_p * mass, true, t);
+            last = last_kept(x, m, max, (double)s->top_p * mass, true, t);
     } else { /* min_p alone: from a little below its cut, the weight decides */
         m = c->d->row->gather(x, n, max + (logf(s->min_p) - 1e-3f) / inv_t, t->id, n);
         weigh(c, x, m, max, inv_t, t);
@@ -274,15 +313,14 @@ static int32_t draw_cut(const struct call *c, const struct dn_sample *s, const f
     for (uint32_t j = 0; j < m; j++) {
         float value = x[t->id[j]], weight = t->weight[j];
         bool ranked = value > last.value || (value == last.value && t->id[j] <= last.id);
-        if (ranked && weight >= s->min_p && weight > 0.0f) {
-            total += (double)weight;
-            t->id[kept] = t->id[j];
-            t->weight[kept++] = weight;
-        }
+        t->id[kept] = t->id[j];
+        t->weight[kept] = weight;
+        kept += ranked && weight >= s->min_p && weight > 0.0f;
     }
+    double at = u * sum_of(t->weight, kept), sum = 0.0;
     for (uint32_t j = 0; j < kept; j++) {
         sum += (double)t->weight[j];
-        if (u * total < sum)
+        if (at < sum)
             return (int32_t)t->id[j];
     }
     return kept ? (int32_t)t->id[kept - 1] : -1;

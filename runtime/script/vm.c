@@ -133,9 +133,16 @@ static int safe_rep(lua_State *L)
     }
     if (n > REP_MAX || (double)len * n > REP_MAX)
         return luaL_error(L, "string.rep: more than %d bytes", REP_MAX);
+    /* Short strings go in by blocks: byte by byte 64 KiB take 0.3 ms, in which no budget is looked at. */
+    char block[512];
+    size_t n_left = (size_t)n, n_block = len <= sizeof block / 2 ? sizeof block / len : 0;
+    for (size_t i = 0; i < n_block && i < n_left; i++)
+        memcpy(block + i * len, s, len);
     luaL_Buffer b;
     luaL_buffinit(L, &b);
-    for (int i = (int)n; i > 0; i--)
+    for (; n_block && n_left >= n_block; n_left -= n_block)
+        luaL_addlstring(&b, block, n_block * len);
+    for (; n_left > 0; n_left--)
         luaL_addlstring(&b, s, len);
     luaL_pushresult(&b);
     return 1;

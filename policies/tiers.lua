@@ -1,5 +1,5 @@
---- Quality tiers. A key's label "tier" (free, pro or gold; conf/keys) chooses the KV format, the priority, the longest
---- answer and the token budget. A key labelled "regulated" has its pages checked and shares cached prefixes with nobody.
+--- Quality tiers. A key's label "tier" (free, pro or gold) chooses the KV format, the priority, the longest answer and
+--- the token budget. A key labelled "regulated" has its pages checked and shares cached prefixes with nobody.
 
 local dunlin = require("dunlin")
 

@@ -15,10 +15,13 @@ local KV = { "bf16", "fp8_e4m3" }
 
 --- One row a field of a decision. `later`: words of the API that this build refuses by name.
 contract.fields = {
-  { name = "model", type = "string", hooks = { admit = true }, max_bytes = 127, doc = "serve another configured model" },
+  { name = "model", type = "string", hooks = { admit = true }, max_bytes = 127,
+    doc = "serve another configured model" },
   { name = "priority", type = "integer", min = 0, max = 100, doc = "0-100, higher first; not given: 50" },
-  { name = "max_tokens", type = "integer", min = 1, max = 2147483647, combine = "min", doc = "most tokens to answer with" },
-  { name = "queue_timeout_ms", type = "integer", min = 0, max = 600000, combine = "min", doc = "longest wait in the queue" },
+  { name = "max_tokens", type = "integer", min = 1, max = 2147483647, combine = "min",
+    doc = "most tokens to answer with" },
+  { name = "queue_timeout_ms", type = "integer", min = 0, max = 600000, combine = "min",
+    doc = "longest wait in the queue" },
   { name = "prefill_pool", type = "string", max_bytes = 31, doc = "pool that reads the prompt" },
   { name = "decode_pool", type = "string", max_bytes = 31, doc = "pool that writes the answer" },
   { name = "prefill_weights", values = WEIGHTS, doc = "weight format in prefill; the model must have it" },
@@ -26,7 +29,8 @@ contract.fields = {
   { name = "kv_dtype", values = KV, later = { fp16 = true, int8 = true }, doc = "format in which K and V are kept" },
   { name = "integrity", values = { "off", "tag" }, later = { full = true }, combine = "strongest",
     doc = "checks of cache pages; only rises from policy to policy" },
-  { name = "cache_salt", type = "string", min_bytes = 1, max_bytes = 127, doc = "prefixes are shared within a salt only" },
+  { name = "cache_salt", type = "string", min_bytes = 1, max_bytes = 127,
+    doc = "prefixes are shared within a salt only" },
   { name = "cache_write", type = "boolean", doc = "false: leave no prefix behind" },
   { name = "headers", type = "headers", doc = "x-... headers of the response" },
   { name = "reason", type = "string", max_bytes = 159, doc = "why, for log and operators" },

@@ -213,7 +213,19 @@ local function views(data)
     cached = readonly.wrap(data.cached, "req.cached"),
     wish = readonly.wrap(data.wish, "req.wish", contract.wish),
   }
-  data.node, data.so_far, data.result = {}, {}, {}
+  data.so_far, data.result = {}, {}
+  v.rows = {
+    time = {}, kv = {}, queue = {},
+    pools = { data = {}, rows = {}, known = contract.pool },
+    models = { data = {}, rows = {}, known = contract.model },
+  }
+  data.node = {
+    time = readonly.wrap(v.rows.time, "node.time", contract.time),
+    kv = readonly.wrap(v.rows.kv, "node.kv", contract.kv),
+    queue = readonly.wrap(v.rows.queue, "node.queue", contract.queue),
+    pools = readonly.wrap(v.rows.pools.data, "node.pools"),
+    models = readonly.wrap(v.rows.models.data, "node.models"),
+  }
   v.req = readonly.wrap(data.req, "req", contract.request)
   v.node = readonly.wrap(data.node, "node", contract.node)
   v.so_far = readonly.wrap(data.so_far, "so_far", contract.decision)
@@ -221,27 +233,60 @@ local function views(data)
   return v
 end
 
--- Puts a plain snapshot behind the node's view.
-local function set_node(data, plain)
-  local function wrap_all(map, what, known)
-    local out = {}
-    for name, row in pairs(map or {}) do
-      for key, value in pairs(row) do
-        if type(value) == "table" then
-          row[key] = readonly.wrap(value, ("%s[%q].%s"):format(what, name, key))
-        end
-      end
-      out[name] = readonly.wrap(row, ("%s[%q]"):format(what, name), known)
+local function refill(t, from)
+  for name in pairs(t) do
+    if from[name] == nil then
+      t[name] = nil
     end
-    return readonly.wrap(out, what)
   end
+  for name, value in pairs(from) do
+    t[name] = value
+  end
+end
+
+-- The row `name` of a map of the node (a pool, a model), whose own maps (weights, kv_dtypes) are views in it.
+local function set_row(row, what, name, known, from)
+  local label = ("%s[%q]"):format(what, name)
+  row = row or { data = {}, maps = {} }
+  row.view = row.view or readonly.wrap(row.data, label, known)
+  for key in pairs(row.data) do
+    if from[key] == nil then
+      row.data[key] = nil
+    end
+  end
+  for key, value in pairs(from) do
+    if type(value) == "table" then
+      local map = row.maps[key] or { data = {} }
+      row.maps[key] = map
+      map.view = map.view or readonly.wrap(map.data, label .. "." .. key)
+      refill(map.data, value)
+      value = map.view
+    end
+    row.data[key] = value
+  end
+  return row
+end
+
+-- Puts a plain snapshot behind the node's view. The views stay the same from snapshot to snapshot: a node that made new
+-- ones for each would fill the memory faster than the collector gets through the levels of its weak table.
+local function set_node(data, rows, plain)
   local n = data.node
-  n.time = readonly.wrap(plain.time, "node.time", contract.time)
-  n.kv = readonly.wrap(plain.kv, "node.kv", contract.kv)
-  n.queue = readonly.wrap(plain.queue, "node.queue", contract.queue)
+  refill(rows.time, plain.time)
+  refill(rows.kv, plain.kv)
+  refill(rows.queue, plain.queue)
   n.running = plain.running
-  n.pools = wrap_all(plain.pools, "node.pools", contract.pool)
-  n.models = wrap_all(plain.models, "node.models", contract.model)
+  for _, what in ipairs({ "pools", "models" }) do
+    local map, seen = rows[what], plain[what] or {}
+    for name in pairs(map.data) do
+      if not seen[name] then
+        map.data[name], map.rows[name] = nil, nil
+      end
+    end
+    for name, from in pairs(seen) do
+      map.rows[name] = set_row(map.rows[name], "node." .. what, name, map.known, from)
+      map.data[name] = map.rows[name].view
+    end
+  end
 end
 
 local function unknown_globals(policy, source)
@@ -284,21 +329,25 @@ local function param_range(spec)
 end
 
 -- Runs the chunk and takes what it returned. Errors are raised as "file:line: reason".
-local function load_policy(host, policy, chunk, source, given)
-  local unknown = unknown_globals(policy, source)
-  if unknown[1] then
-    error(unknown[1], 0)
+local function load_policy(host, policy, chunk, source, given, is_known)
+  if not is_known then
+    local unknown = unknown_globals(policy, source)
+    if unknown[1] then
+      error(unknown[1], 0)
+    end
   end
   local p = chunk()
-  local where = ("%s:%d: "):format(policy.file, return_line(source))
+  local function refuse(message)
+    error(("%s:%d: %s"):format(policy.file, return_line(source), message), 0)
+  end
   local message = contract.file(p)
   if message then
-    error(where .. message, 0)
+    refuse(message)
   end
   local values
   values, message = contract.params(p.params, given)
   if not values then
-    error(where .. message, 0)
+    refuse(message)
   end
   for name, value in pairs(values) do
     policy.param_names[name] = true
@@ -376,8 +425,9 @@ function dispatch.new(host)
   end
 
   --- Runs the chunk of policy i (made with that environment). Returns its name and where its hooks are.
-  function r.load(i, chunk, source, given)
-    load_policy(host, policies[i], chunk, source, given)
+  -- is_known: the source was loaded before, so that the scan for unknown globals can be left out.
+  function r.load(i, chunk, source, given, is_known)
+    load_policy(host, policies[i], chunk, source, given, is_known)
     local p = policies[i]
     for j, other in pairs(policies) do
       if j ~= i and other.hook and other.name == p.name and other.shadow == p.shadow then
@@ -420,7 +470,7 @@ function dispatch.new(host)
   end
 
   function r.set_node(plain)
-    set_node(data, plain)
+    set_node(data, view.rows, plain)
   end
 
   return r

@@ -193,7 +193,8 @@ static int load_one(struct dn_policy_vm *pv, int runner, size_t i, struct dn_err
     lua_pushvalue(L, chunk);
     lua_pushlstring(L, f->source, f->len);
     push_params(L, f);
-    rc = dn_vm_call(pv->vm, 4, 4, err);
+    lua_pushboolean(L, f->name[0] != '\0');
+    rc = dn_vm_call(pv->vm, 5, 4, err);
     if (rc)
         return rc;
     if (pv->policy == NULL) { /* a trial names the set's policies, before any other thread sees it */
@@ -269,7 +270,9 @@ int dn_policy_build(struct dn_policy_vm *pv, struct dn_err *err)
     }
     lua_settop(dn_vm_lua(pv->vm), 0);
     lua_gc(dn_vm_lua(pv->vm), LUA_GCCOLLECT, 0);
-    dn_vm_set_budget(pv->vm, pv->set->config.instructions, pv->set->config.wall_ns);
+    /* A trial allows ten times as much: what a first call costs, and finding the name that a typo was meant to be. */
+    uint64_t times = pv->policy ? 1 : 10;
+    dn_vm_set_budget(pv->vm, times * pv->set->config.instructions, times * pv->set->config.wall_ns);
     return 0;
 }
 

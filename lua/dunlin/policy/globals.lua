@@ -6,7 +6,8 @@
 local globals = {}
 
 local KEYWORDS = {}
-local WORDS = "and break do else elseif end false for function goto if in local nil not or repeat return then true until while"
+local WORDS = "and break do else elseif end false for function goto if in local nil not or repeat return then true "
+  .. "until while"
 for word in string.gmatch(WORDS, "%a+") do
   KEYWORDS[word] = true
 end

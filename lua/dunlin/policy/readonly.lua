@@ -9,14 +9,18 @@ local readonly = {}
 
 local data_of = setmetatable({}, { __mode = "k" })
 
--- Optimal string alignment distance, for names up to 40 bytes.
-local function distance(a, b)
-  local prev, row, before = {}, {}, nil
+-- Optimal string alignment distance, or nil if it is over `most`. It runs within the budget of the hook that met the
+-- wrong name, so it gives up early.
+local function distance(a, b, most)
+  if math.abs(#a - #b) > most then
+    return nil
+  end
+  local prev, before = {}, nil
   for j = 0, #b do
     prev[j] = j
   end
   for i = 1, #a do
-    row = { [0] = i }
+    local row, least = { [0] = i }, i
     for j = 1, #b do
       local same = a:byte(i) == b:byte(j)
       local best = math.min(prev[j] + 1, row[j - 1] + 1, prev[j - 1] + (same and 0 or 1))
@@ -24,10 +28,14 @@ local function distance(a, b)
         best = math.min(best, before[j - 2] + 1)
       end
       row[j] = best
+      least = math.min(least, best)
+    end
+    if least > most then
+      return nil
     end
     before, prev = prev, row
   end
-  return prev[#b]
+  return prev[#b] <= most and prev[#b] or nil
 end
 
 --- The known name nearest to `name`, as `, did you mean "x"?`, or "" if none is near.
@@ -37,11 +45,9 @@ function readonly.suggest(name, known)
   end
   local best, at = math.max(1, math.floor(#name / 3)), nil
   for candidate in pairs(known) do
-    if type(candidate) == "string" then
-      local d = distance(name, candidate)
-      if d < best or d == best and (not at or candidate < at) then
-        best, at = d, candidate
-      end
+    local d = type(candidate) == "string" and distance(name, candidate, best)
+    if d and (d < best or not at or candidate < at) then
+      best, at = d, candidate
     end
   end
   return at and (', did you mean "%s"?'):format(at) or ""

@@ -9,6 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Instructions end loops long before, also under sanitizers. */
+#define TEST_WALL_NS 100000000
+
 static struct dn_err err;
 static struct dn_decision decision;
 static struct dn_reject reject;
@@ -63,7 +66,7 @@ struct fixture {
 static struct fixture open_items(const struct dn_policy_item *item, size_t n)
 {
     struct fixture f = {.metrics = dn_metrics_open()};
-    struct dn_policy_config c = {.item = item, .n_items = n, .node = &test_node};
+    struct dn_policy_config c = {.item = item, .n_items = n, .node = &test_node, .wall_ns = TEST_WALL_NS};
     cr_assert_eq(dn_policy_open(&f.p, &c, f.metrics, &err), 0, "%s", err.text);
     cr_assert_eq(dn_policy_vm_open(&f.vm, f.p, "loop0", &err), 0, "%s", err.text);
     return f;
@@ -87,7 +90,7 @@ static inline void must_refuse(const char *source, const char *text)
 {
     struct dn_policy *p = NULL;
     struct dn_policy_item item = {.file = "p.lua", .source = source};
-    struct dn_policy_config c = {.item = &item, .n_items = 1, .node = &test_node};
+    struct dn_policy_config c = {.item = &item, .n_items = 1, .node = &test_node, .wall_ns = TEST_WALL_NS};
     cr_assert_eq(dn_policy_open(&p, &c, NULL, &err), -DN_POLICY, "accepted: %s", source);
     cr_assert(strstr(err.text, text), "%s\n  gives: %s\n  expected: %s", source, err.text, text);
     cr_assert_null(p);

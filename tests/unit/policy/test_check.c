@@ -8,7 +8,7 @@ static struct dn_buf out;
 
 static int check(const struct dn_policy_item *item, size_t n, bool as_json)
 {
-    struct dn_policy_config c = {.item = item, .n_items = n};
+    struct dn_policy_config c = {.item = item, .n_items = n, .wall_ns = TEST_WALL_NS};
     dn_buf_clear(&out);
     return dn_policy_check(&c, as_json, &out);
 }
@@ -76,7 +76,7 @@ Test(check, show_lists_policies_and_parameters)
     items[0].is_shadow = true;
     items[1].param = &param;
     items[1].n_params = 1;
-    struct dn_policy_config c = {.item = items, .n_items = 2};
+    struct dn_policy_config c = {.item = items, .n_items = 2, .wall_ns = TEST_WALL_NS};
     cr_assert_eq(dn_policy_show(&c, false, &out), 0, "%s", dn_buf_str(&out));
     const char *text = dn_buf_str(&out);
     cr_assert(strstr(text, "\ntiers          shadow  admit,route,finish"), "%s", text);
@@ -96,7 +96,7 @@ Test(check, show_lists_policies_and_parameters)
 
 Test(check, explain_goes_through_one_request)
 {
-    struct dn_policy_config c = {.item = shipped, .n_items = 3};
+    struct dn_policy_config c = {.item = shipped, .n_items = 3, .wall_ns = TEST_WALL_NS};
     const char *json =
         "{\"tenant\": \"acme\", \"labels\": {\"tier\": \"gold\", \"regulated\": true}, \"max_tokens\": 10,"
         " \"wish\": {\"kv\": \"bf16\"}, \"node\": {\"kv_free_ratio\": 0.1}}";

@@ -15,7 +15,7 @@ static void must_stop(const char *body, const char *kind)
     uint64_t t0 = dn_now_ns();
     cr_assert(!admit(&f), "%s", body);
     uint64_t took_ns = dn_now_ns() - t0;
-    cr_assert_lt(took_ns, DN_NS_PER_S, "%s took %llu us", body, (unsigned long long)took_ns / 1000);
+    cr_assert_lt(took_ns, 5 * DN_NS_PER_S, "%s took %llu us", body, (unsigned long long)took_ns / 1000);
     cr_assert_eq(reject.status, 503);
     cr_assert_str_eq(reject.code, "policy_error");
     cr_assert(reject.is_failure);
@@ -89,6 +89,7 @@ Test(limits, pattern_bombs_by_both_syntaxes)
 Test(limits, memory)
 {
     must_stop("local s = 'x' while true do s = s .. s end", "memory");
+    must_stop("while true do local s = ('x'):rep(65536) end", "timeout");
     must_stop("local t = {} for i = 1, 1e9 do t[i] = ('x'):rep(65536) .. i end", "memory");
     must_stop("local s = ('x'):rep(65536) local t = {} for i = 1, 5000 do t[i] = s end return table.concat(t)",
               "memory");
@@ -195,6 +196,20 @@ Test(limits, messages_say_where_what_and_what_would_be_right)
     }
 }
 
+Test(limits, the_default_budget_is_a_millisecond)
+{
+    struct dn_policy_item item = {.file = "p.lua", .source = HOOK("route", UNLESS_SMOKE "while true do end")};
+    struct dn_policy_config c = {.item = &item, .n_items = 1, .instructions = UINT64_MAX / 2};
+    struct fixture f = {.metrics = dn_metrics_open()};
+    cr_assert_eq(dn_policy_open(&f.p, &c, f.metrics, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_policy_vm_open(&f.vm, f.p, "loop0", &err), 0);
+    uint64_t t0 = dn_now_ns();
+    cr_assert(route(&f));
+    cr_assert_lt(dn_now_ns() - t0, 2 * DN_NS_PER_S);
+    cr_assert_str_eq(f.vm->last_error.text, "p.lua:1: route: policy: ran longer than 1 ms");
+    close_fixture(&f);
+}
+
 Test(limits, rejecting_in_route_is_an_error_of_the_policy)
 {
     struct fixture f = open_source(HOOK("route", UNLESS_SMOKE "return dunlin.reject(403, 'no', '')"));
@@ -269,5 +284,51 @@ Test(limits, the_breaker_opens_after_twenty_failures)
     cr_assert_eq(dn_policy_reload(f.p, NULL, &err), 0, "%s", err.text);
     admit(&f);
     cr_assert_eq(trace.step[0].outcome, DN_POLICY_FAILED, "a reload closes the breaker");
+    close_fixture(&f);
+}
+
+Test(limits, memory_stays_where_it_is_over_many_requests)
+{
+    struct fixture f = open_source(
+        "local dunlin = require('dunlin') local function f(req, node, so_far) "
+        "local b = dunlin.bucket('b', { rate = 1, burst = 1 }) b:take(req.id, 1) local t = { req.labels, node } "
+        "return { priority = 1, reason = 'r' .. req.id, headers = { ['x-id'] = req.id } } end "
+        "return { api = 1, name = 'p', admit = f, route = f, finish = f }");
+    struct dn_node_view node = test_node;
+    struct dn_request_view r = test_request;
+    for (int i = 0; i < 20000; i++) {
+        char id[32];
+        snprintf(id, sizeof id, "req_%d", i);
+        r.id = id;
+        node.version++;
+        node.running = i;
+        memset(&decision, 0, sizeof decision);
+        cr_assert(dn_policy_admit(f.vm, &r, &node, &decision, &reject, NULL), "%s", f.vm->last_error.text);
+        cr_assert(dn_policy_route(f.vm, &r, &node, &decision, &reject, NULL));
+        dn_policy_finish(f.vm, &r, &test_result);
+        cr_assert_lt(dn_policy_vm_memory(f.vm), 2u << 20, "%d", i);
+    }
+    cr_assert_eq(metric(&f, "dunlin_policy_vm_recycled_total{reason=\"memory\"} "), 0);
+    close_fixture(&f);
+}
+
+Test(limits, models_and_pools_come_and_go)
+{
+    struct fixture f = open_source(HOOK("admit", "local n = {} for name in pairs(node.models) do n[#n + 1] = name end "
+                                                 "table.sort(n) local m = node.models.small "
+                                                 "return { reason = table.concat(n, ' ') .. "
+                                                 "tostring(m and m.kv_dtypes.fp8_e4m3) }"));
+    struct dn_model_view model[] = {test_model[0], test_model[1]};
+    struct dn_node_view node = test_node;
+    static const char *const want[] = {"small smollm2nil", "smollm2nil", "small smollm2true", "nil"};
+    for (int i = 0; i < 4; i++) {
+        node.version++;
+        node.model = model;
+        node.n_models = i == 1 ? 1 : i == 3 ? 0 : 2;
+        model[1].has_kv[DN_DECIDE_KV_FP8] = i == 2;
+        memset(&decision, 0, sizeof decision);
+        cr_assert(dn_policy_admit(f.vm, &test_request, &node, &decision, &reject, NULL));
+        cr_assert_str_eq(decision.reason, want[i]);
+    }
     close_fixture(&f);
 }

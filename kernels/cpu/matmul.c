@@ -12,9 +12,15 @@ enum { PIECE_BYTES = 16 << 10 };
  * cache. */
 enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10 };
 
+/* Two blocks unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again for each
+ * tile. */
+enum { WIDE_BYTES = 128 << 10 };
+
 struct job {
     const struct dn_matmul_ops *ops;
     dn_tile_fn *tile;
+    dn_widen_fn *widen; /* or NULL */
+    size_t wide_bytes;  /* of one block */
     const struct dn_matrix *w;
     struct dn_layout layout;
     const float *a;
@@ -79,6 +85,7 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct job *j = arg;
     const struct dn_matrix *w = j->w;
+    _Alignas(64) uint8_t wide[WIDE_BYTES];
     for (size_t item = begin; item < end; item++) {
         size_t block = item / j->splits * 2, tile = item % j->splits * j->tiles_per_item, row = block * DN_BLOCK_ROWS;
         size_t tile_end = tile + j->tiles_per_item < j->n_tiles ? tile + j->tiles_per_item : j->n_tiles;
@@ -96,6 +103,12 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
             .offset_at = j->layout.offset_at,
             .data_at = j->layout.data_at,
         };
+        if (j->widen && tile_end - tile > 1) {
+            t.wide_bytes = j->wide_bytes;
+            j->widen(&t, wide);
+            t.wide = wide;
+            t.ahead = 0;
+        }
         for (; tile < tile_end; tile++, t.ahead = 0) {
             size_t start = tile_start(j, tile);
             t.act = j->act + start * j->act_row_bytes;
@@ -116,6 +129,8 @@ static void choose_format(struct job *j)
         break;
     case DN_W_FP8:
         j->tile = j->ops->fp8;
+        j->widen = j->ops->widen_fp8;
+        j->wide_bytes = (size_t)j->layout.n_in_padded * DN_BLOCK_ROWS * 2;
         break;
     case DN_W_INT8:
         j->tile = j->ops->int8;
@@ -124,7 +139,11 @@ static void choose_format(struct job *j)
     default:
         j->tile = w->symmetric ? j->ops->int4_sym : j->ops->int4;
         j->zero = w->symmetric ? 8 : 0;
+        j->widen = j->ops->widen_int4;
+        j->wide_bytes = (size_t)w->n_in * DN_BLOCK_ROWS;
     }
+    if (2 * j->wide_bytes > WIDE_BYTES)
+        j->widen = NULL;
 }
 
 /* One pass over all weights with the j->n rows at j->a. */

@@ -102,10 +102,52 @@ INLINE __m512 fp8_scale(const struct dn_fp8_head *head)
     return _mm512_mask_mov_ps(_mm512_set1_ps(head->scale), (__mmask16)head->nan_rows, _mm512_set1_ps(NAN));
 }
 
-INLINE void fp8_rows(const struct dn_tile *t, const int nb, const int n)
+/* Inputs k..k+3 of block b, 2^-8 times their values. */
+INLINE void fp8_quad(const struct dn_tile *t, const int b, uint32_t k, const bool wide, __m512 w[4][BLOCKS])
+{
+    if (wide) {
+        const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+        const uint8_t *at = t->wide + (size_t)b * t->wide_bytes + (size_t)k * 2 * DN_BLOCK_ROWS;
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            __m512i v = _mm512_load_si512(at + 64 * i);
+            w[2 * i][b] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+            w[2 * i + 1][b] = _mm512_castsi512_ps(_mm512_and_si512(v, high));
+        }
+        return;
+    }
+    const uint8_t *at = t->block + t->data_at + (size_t)b * t->block_bytes + (size_t)k * DN_BLOCK_ROWS;
+    if (t->ahead)
+        prefetch_lines(t, at, 1);
+    __m512i v = _mm512_load_si512(at), v0 = e4m3_to_f16(_mm512_slli_epi16(v, 8)), v1 = e4m3_to_f16(v);
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        w[2 * i][b] = half_to_f32(v0, i);
+        w[2 * i + 1][b] = half_to_f32(v1, i);
+    }
+}
+
+static void widen_fp8(const struct dn_tile *t, uint8_t *out)
+{
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    for (int b = 0; b < (int)t->n_blocks; b++)
+        for (uint32_t k = 0; k < t->n_in; k += 4) {
+            __m512 w[4][BLOCKS];
+            fp8_quad(t, b, k, false, w);
+            uint8_t *at = out + (size_t)b * t->wide_bytes + (size_t)k * 2 * DN_BLOCK_ROWS;
+            UNROLL
+            for (int i = 0; i < 2; i++) {
+                __m512i even = _mm512_srli_epi32(_mm512_castps_si512(w[2 * i][b]), 16);
+                __m512i odd = _mm512_and_si512(_mm512_castps_si512(w[2 * i + 1][b]), high);
+                _mm512_store_si512(at + 64 * i, _mm512_or_si512(even, odd));
+            }
+        }
+}
+
+INLINE void fp8_rows(const struct dn_tile *t, const int nb, const int n, const bool wide)
 {
     const float *a = (const float *)t->act;
-    const uint8_t *head = t->block, *w = t->block + t->data_at;
+    const uint8_t *head = t->block;
     __m512 sum[BLOCKS][DN_TILE_ROWS];
     UNROLL
     for (int b = 0; b < nb; b++) {
@@ -122,32 +164,20 @@ INLINE void fp8_rows(const struct dn_tile *t, const int nb, const int n)
             for (int m = 0; m < n; m++)
                 even[b][m] = odd[b][m] = _mm512_setzero_ps();
         }
-        for (uint32_t k = k0; k < k1; k += 4, w += 64, a += 4 * n) {
-            __m512i v0[BLOCKS], v1[BLOCKS];
+        for (uint32_t k = k0; k < k1; k += 4, a += 4 * n) {
+            __m512 w[4][BLOCKS];
             UNROLL
-            for (int b = 0; b < nb; b++) {
-                const uint8_t *at = w + (size_t)b * t->block_bytes;
-                if (t->ahead)
-                    prefetch_lines(t, at, 1);
-                __m512i v = _mm512_load_si512(at);
-                v0[b] = e4m3_to_f16(_mm512_slli_epi16(v, 8));
-                v1[b] = e4m3_to_f16(v);
-            }
+            for (int b = 0; b < nb; b++)
+                fp8_quad(t, b, k, wide, w);
             UNROLL
-            for (int half = 0; half < 2; half++) {
-                __m512 w0[BLOCKS], w1[BLOCKS];
-                UNROLL
-                for (int b = 0; b < nb; b++) {
-                    w0[b] = half_to_f32(v0[b], half);
-                    w1[b] = half_to_f32(v1[b], half);
-                }
+            for (int i = 0; i < 4; i += 2) {
                 UNROLL
                 for (int m = 0; m < n; m++) {
-                    __m512 a0 = broadcast(a + 2 * half * n + m), a1 = broadcast(a + (2 * half + 1) * n + m);
+                    __m512 a0 = broadcast(a + i * n + m), a1 = broadcast(a + (i + 1) * n + m);
                     UNROLL
                     for (int b = 0; b < nb; b++) {
-                        even[b][m] = _mm512_fmadd_ps(w0[b], a0, even[b][m]);
-                        odd[b][m] = _mm512_fmadd_ps(w1[b], a1, odd[b][m]);
+                        even[b][m] = _mm512_fmadd_ps(w[i][b], a0, even[b][m]);
+                        odd[b][m] = _mm512_fmadd_ps(w[i + 1][b], a1, odd[b][m]);
                     }
                 }
             }
@@ -198,33 +228,64 @@ INLINE void dot_quad(const uint8_t *act, const int at, const int nb, const int n
     }
 }
 
-INLINE void dot_group(const struct dn_tile *t, const uint8_t *data, const uint8_t *act, const int nb, const int n,
-                      const enum int_kind kind, __m512i dot[BLOCKS][DN_TILE_ROWS])
+/* Nibbles in the high half of each byte. */
+INLINE __m512i high_nibbles(__m512i v)
 {
-    const __m512i low = _mm512_set1_epi8(15);
-    const int n_vectors = kind == INT8 ? 8 : 4;
+    return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
+}
+
+INLINE __m512i low_nibbles(__m512i v)
+{
+    return _mm512_and_si512(v, _mm512_set1_epi8(15));
+}
+
+INLINE void dot_group(const uint8_t *data, size_t block_bytes, const uint8_t *act, const int nb, const int n,
+                      const bool nibbles, __m512i dot[BLOCKS][DN_TILE_ROWS])
+{
+    const int n_vectors = nibbles ? 4 : 8;
     UNROLL
     for (int j = 0; j < n_vectors; j++) {
-        __m512i w[BLOCKS], w_high[BLOCKS];
+        __m512i v[BLOCKS], w[BLOCKS];
         UNROLL
         for (int b = 0; b < nb; b++) {
-            w[b] = _mm512_load_si512(data + (size_t)b * t->block_bytes + 64 * j);
-            if (kind != INT8) {
-                w_high[b] = _mm512_and_si512(_mm512_srli_epi16(w[b], 4), low);
-                w[b] = _mm512_and_si512(w[b], low);
-            }
+            v[b] = _mm512_load_si512(data + (size_t)b * block_bytes + 64 * j);
+            w[b] = nibbles ? low_nibbles(v[b]) : v[b];
         }
         dot_quad(act, j, nb, n, w, dot);
-        if (kind != INT8)
-            dot_quad(act, j + 4, nb, n, w_high, dot);
+        if (!nibbles)
+            continue;
+        UNROLL
+        for (int b = 0; b < nb; b++)
+            w[b] = high_nibbles(v[b]);
+        dot_quad(act, j + 4, nb, n, w, dot);
     }
 }
 
-INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind)
+static void widen_int4(const struct dn_tile *t, uint8_t *out)
 {
-    const uint8_t *scale = t->block, *offset = t->block + t->offset_at, *data = t->block + t->data_at, *act = t->act;
+    for (uint32_t b = 0; b < t->n_blocks; b++) {
+        const uint8_t *data = t->block + b * t->block_bytes + t->data_at, *next = t->block + b * t->block_bytes;
+        uint8_t *to = out + b * t->wide_bytes;
+        for (uint32_t k = 0; k < t->n_in; k += DN_GROUP, data += 256, next += 320, to += 512) {
+            prefetch_lines(t, next, 5);
+            UNROLL
+            for (int j = 0; j < 4; j++) {
+                __m512i v = _mm512_load_si512(data + 64 * j);
+                _mm512_store_si512(to + 64 * j, low_nibbles(v));
+                _mm512_store_si512(to + 64 * j + 256, high_nibbles(v));
+            }
+        }
+    }
+}
+
+INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind, const bool wide)
+{
+    const uint8_t *scale = t->block, *offset = t->block + t->offset_at, *act = t->act;
+    const uint8_t *data = wide ? t->wide : t->block + t->data_at;
+    const size_t data_bytes = wide ? t->wide_bytes : t->block_bytes;
     const uint8_t *next = t->block;
-    const int group_bytes = kind == INT8 ? 512 : 256, lines = kind == INT8 ? 9 : 5;
+    const bool nibbles = kind != INT8 && !wide;
+    const int group_bytes = nibbles ? 256 : 512, lines = kind == INT8 ? 9 : 5;
     const size_t next_step = kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
     __m512 sum[BLOCKS][DN_TILE_ROWS];
     UNROLL
@@ -242,7 +303,7 @@ INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const e
                 kind == INT4 ? _mm512_setzero_si512() : broadcast_quad((const uint8_t *)(act_scale + n + m));
             dot[0][m] = dot[1][m] = start;
         }
-        dot_group(t, data, act, nb, n, kind, dot);
+        dot_group(data, data_bytes, act, nb, n, nibbles, dot);
         UNROLL
         for (int b = 0; b < nb; b++) {
             if (t->ahead)
@@ -281,6 +342,7 @@ INLINE struct dn_tile one_block(const struct dn_tile *t, uint32_t b)
     one.out += b * DN_BLOCK_ROWS;
     one.bias = t->bias ? t->bias + b * DN_BLOCK_ROWS : NULL;
     one.n_out -= b * DN_BLOCK_ROWS;
+    one.wide = t->wide ? t->wide + b * t->wide_bytes : NULL;
     return one;
 }
 
@@ -334,22 +396,34 @@ static void tile_bf16(const struct dn_tile *t)
 
 static void tile_fp8(const struct dn_tile *t)
 {
-    BY_HEIGHT(fp8_rows, )
+    if (t->wide) {
+        BY_HEIGHT(fp8_rows, , true)
+        return;
+    }
+    BY_HEIGHT(fp8_rows, , false)
 }
 
 static void tile_int8(const struct dn_tile *t)
 {
-    BY_HEIGHT(int_rows, , INT8)
+    BY_HEIGHT(int_rows, , INT8, false)
 }
 
 static void tile_int4_sym(const struct dn_tile *t)
 {
-    BY_HEIGHT(int_rows, , INT4_SYM)
+    if (t->wide) {
+        BY_HEIGHT(int_rows, , INT4_SYM, true)
+        return;
+    }
+    BY_HEIGHT(int_rows, , INT4_SYM, false)
 }
 
 static void tile_int4(const struct dn_tile *t)
 {
-    BY_HEIGHT(int_rows, , INT4)
+    if (t->wide) {
+        BY_HEIGHT(int_rows, , INT4, true)
+        return;
+    }
+    BY_HEIGHT(int_rows, , INT4, false)
 }
 
 static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_t *out)
@@ -385,5 +459,6 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
     }
 }
 
-const struct dn_matmul_ops dn_matmul_avx512 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym, tile_int4, act};
+const struct dn_matmul_ops dn_matmul_avx512 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym,
+                                               tile_int4, act,      widen_fp8, widen_int4};
 #endif

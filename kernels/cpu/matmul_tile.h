@@ -20,6 +20,8 @@ struct dn_tile {
     uint32_t ahead;       /* if not 0, the blocks come from memory: ask for what lies so many bytes behind */
     bool scale_is_bf16;
     size_t block_bytes, offset_at, data_at;
+    const uint8_t *wide; /* what dn_matmul_ops.widen_* made of these blocks, or NULL */
+    size_t wide_bytes;   /* of one block */
 };
 
 typedef void dn_tile_fn(const struct dn_tile *t);
@@ -27,9 +29,14 @@ typedef void dn_tile_fn(const struct dn_tile *t);
 /* n_rows rows of activations to s8, into one tile. zero is 128, 8 or 0: what is subtracted from the stored weight. */
 typedef void dn_act_fn(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_t *act);
 
+/* Unpacks the weights of t's blocks for several tiles: INT4 to the data of an INT8 block (with codes 0..15), FP8 to
+ * that of a BF16 block (of 2^-8 times the code's value, which is exact). Gives the same results, bit for bit. */
+typedef void dn_widen_fn(const struct dn_tile *t, uint8_t *out);
+
 struct dn_matmul_ops {
     dn_tile_fn *bf16, *fp8, *int8, *int4_sym, *int4;
     dn_act_fn *act;
+    dn_widen_fn *widen_fp8, *widen_int4; /* NULL: not worth it */
 };
 
 extern const struct dn_matmul_ops dn_matmul_portable;

@@ -304,8 +304,13 @@ static void pump(struct dn_conn *c)
         on_eof(c);
     if (dn_tls_in_left(&c->in) == 0)
         release_if_large(&c->in.buf);
+    bool is_full = dn_tls_in_left(&c->in) >= DN_CONN_IN_BYTES;
+    /* HTTP/1: so many bytes of further requests behind a running answer. Its FIN could hide behind them for ever, and
+     * no client is known that pipelines like this. */
+    if (is_full && c->vs && !c->is_h2 && !dn_vsock_wants_input(c->vs))
+        dn_conn_doom(c);
     if (c->watch)
-        dn_watch_read(c->watch, !c->is_eof && !c->is_paused && dn_tls_in_left(&c->in) < DN_CONN_IN_BYTES);
+        dn_watch_read(c->watch, !c->is_eof && !c->is_paused && !is_full);
 }
 
 static void start_h2o(struct dn_conn *c, bool is_h2)

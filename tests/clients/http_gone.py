@@ -89,14 +89,23 @@ def test_a_client_that_has_its_answer_coming_may_half_close():
             assert data.endswith(b"x" * 3000000), len(data)
 
 
-def test_a_client_that_leaves_with_input_waiting_is_noticed():
+def test_a_client_that_pipelines_behind_a_running_answer():
+    """Up to 64 KiB wait, and a FIN behind them is seen; more would hide it, so that ends the connection."""
+    one = b"GET / HTTP/1.1\r\nhost: t\r\n\r\n"
     with Server() as s:
-        c = s.h1(False)
-        c.sendall(b"GET /hold HTTP/1.1\r\nhost: t\r\n\r\n")
-        s.wait_stat("holding", 1)
-        c.sendall(b"GET / HTTP/1.1\r\nhost: t\r\n\r\n" * 3000)  # more than the server reads ahead
-        c.close()
-        assert s.wait_stat("holding", 0) < PROMPT
+        for tls in (True, False):
+            for n in (1, 2000, 60000):
+                c = s.h1(tls)
+                c.sendall(b"GET /hold HTTP/1.1\r\nhost: t\r\n\r\n")
+                s.wait_stat("holding", 1)
+                try:
+                    c.sendall(one * n)
+                    time.sleep(0.2)
+                    assert n * len(one) > 65536 or s.stats()["holding"] == 1
+                    c.close()
+                except OSError:
+                    assert n * len(one) > 65536
+                assert s.wait_stat("holding", 0) < PROMPT
 
 
 def test_drain():

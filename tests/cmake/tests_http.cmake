@@ -17,3 +17,7 @@ if(Python3_FOUND)
       FAIL_REGULAR_EXPRESSION "AddressSanitizer|LeakSanitizer|runtime error:|ThreadSanitizer")
   endforeach()
 endif()
+
+# Measurement, not a test: tests/bench/http_bench.py build/.../http_bench
+add_executable(http_bench EXCLUDE_FROM_ALL ${CMAKE_SOURCE_DIR}/tests/bench/http_bench.c)
+target_link_libraries(http_bench PRIVATE dn_http)

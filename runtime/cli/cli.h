@@ -6,7 +6,6 @@
 
 int dn_cmd_serve(int argc, char **argv);
 int dn_cmd_generate(int argc, char **argv);
-int dn_cmd_chat(int argc, char **argv);
 int dn_cmd_bench(int argc, char **argv);
 int dn_cmd_show(int argc, char **argv);
 int dn_cmd_policy(int argc, char **argv);

@@ -1,0 +1,332 @@
+#include "base/buf.h"
+#include "base/clock.h"
+#include "cli/args.h"
+#include "cli/cli.h"
+#include "cli/local.h"
+#include "cli/progress.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char usage[] =
+    "dunlin bench MODEL   tokens a second of prefill and decode, in this process\n"
+    "\n"
+    "Lists are separated by commas; every combination is one row. Rows are measured in turn, round after round, so\n"
+    "that a slow moment of the machine hits all of them; shown are the median and the lowest and highest round.\n";
+
+enum { MAX_LIST = 8, MAX_ROWS = 128, MAX_ROUNDS = 64, MAX_BATCH = 256 };
+
+struct list {
+    const char *text[MAX_LIST];
+    size_t n;
+    char *copy;
+};
+
+static int split(const char *what, const char *text, struct list *l, struct dn_err *err)
+{
+    *l = (struct list){.copy = dn_strdup(text)};
+    char *save;
+    for (char *part = strtok_r(l->copy, ",", &save); part; part = strtok_r(NULL, ",", &save)) {
+        if (l->n == MAX_LIST)
+            return dn_err_set(err, DN_CONFIG, "--%s: at most %d values", what, MAX_LIST);
+        l->text[l->n++] = part;
+    }
+    return l->n ? 0 : dn_err_set(err, DN_CONFIG, "--%s: empty", what);
+}
+
+/* One loaded pool: weights x threads. */
+struct engine {
+    const char *weights;
+    unsigned threads;
+    struct dn_local local;
+};
+
+struct row {
+    struct engine *engine;
+    enum dn_kv_format kv;
+    bool check, prefill;
+    uint32_t batch, prompt, output;
+    double rate[MAX_ROUNDS]; /* tokens a second */
+    size_t n_rounds;
+};
+
+/* ---- One measurement
+ * ---------------------------------------------------------------------------------------------------- */
+
+struct watch {
+    uint32_t n_started, n_tokens, n_wanted;
+    uint64_t all_started_ns, last_ns;
+    uint32_t tokens_before;
+    int code;
+};
+
+static void on_event(void *ctx, const struct dn_event *e, const struct dn_sampled *detail, uint64_t step_ns)
+{
+    struct watch *w = ctx;
+    (void)detail;
+    if (e->kind == DN_EVENT_ERROR)
+        w->code = e->code;
+    if (e->kind != DN_EVENT_TOKEN)
+        return;
+    w->n_tokens++;
+    w->last_ns = step_ns;
+    if (e->n == 0 && ++w->n_started == w->n_wanted) { /* from now on all decode together */
+        w->all_started_ns = step_ns;
+        w->tokens_before = w->n_tokens;
+    }
+}
+
+static struct dn_request *bench_request(const struct row *r, uint32_t i, uint32_t n_prompt, uint32_t n_output)
+{
+    int32_t *prompt = dn_alloc(n_prompt * sizeof *prompt);
+    unsigned seed = 1 + i;
+    int32_t n_vocab = (int32_t)r->engine->local.loaded.model->hyper.n_vocab;
+    for (uint32_t k = 0; k < n_prompt; k++) {
+        seed = seed * 1103515245 + 12345;
+        prompt[k] = (int32_t)(seed >> 8) % (n_vocab / 2) + n_vocab / 4; /* ordinary tokens */
+    }
+    struct dn_request *q = dn_local_request(prompt, n_prompt, n_output);
+    free(prompt);
+    q->id.generation = i;
+    q->ignore_eos = true;
+    q->kv = r->kv;
+    q->check = r->check;
+    q->cache_read = q->cache_write = false;
+    return q;
+}
+
+static int measure(struct row *r, struct dn_err *err)
+{
+    struct dn_local *l = &r->engine->local;
+    struct watch w = {.n_wanted = r->batch};
+    l->on_event = on_event;
+    l->ctx = &w;
+    uint64_t start_ns = dn_now_ns();
+    for (uint32_t i = 0; i < r->batch; i++) {
+        int rc = dn_local_submit(l, bench_request(r, i, r->prompt, r->prefill ? 1 : r->output + 1), err);
+        if (rc != 0)
+            return rc;
+    }
+    dn_local_run(l);
+    if (w.code)
+        return dn_err_set(err, (enum dn_code)w.code, "%s", dn_code_info(w.code)->help);
+    double seconds, tokens;
+    if (r->prefill) {
+        seconds = (double)(w.last_ns - start_ns) * 1e-9;
+        tokens = (double)r->batch * r->prompt;
+    } else {
+        seconds = (double)(w.last_ns - w.all_started_ns) * 1e-9;
+        tokens = (double)(w.n_tokens - w.tokens_before);
+    }
+    r->rate[r->n_rounds++] = tokens / seconds;
+    return 0;
+}
+
+/* ---- The table
+ * ----------------------------------------------------------------------------------------------------------- */
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static void print_row(struct row *r, bool csv)
+{
+    qsort(r->rate, r->n_rounds, sizeof r->rate[0], by_value);
+    double median = r->rate[r->n_rounds / 2], low = r->rate[0], high = r->rate[r->n_rounds - 1];
+    const char *kind = r->prefill ? "prefill" : "decode";
+    const struct dn_weights *w = r->engine->local.loaded.pool->weights;
+    /* What decode must read a step: every weight once. */
+    double gbs = r->prefill ? 0 : median / r->batch * (double)w->bytes * 1e-9;
+    if (csv)
+        printf("%s,%s,%s,%s,%u,%u,%u,%u,%.2f,%.2f,%.2f,%.3f\n", kind, r->engine->weights, dn_kv_format_name(r->kv),
+               r->check ? "tag" : "off", r->engine->threads, r->batch, r->prompt, r->prefill ? 0 : r->output, median,
+               low, high, gbs);
+    else
+        printf("%-8s %-7s %-9s %-5s %7u %5u %6u %6u %10.1f %9.1f-%-9.1f %6.1f\n", kind, r->engine->weights,
+               dn_kv_format_name(r->kv), r->check ? "tag" : "off", r->engine->threads, r->batch, r->prompt,
+               r->prefill ? 0 : r->output, median, low, high, gbs);
+}
+
+struct options {
+    const char *weights, *kv, *threads, *batch, *prompt, *output, *integrity, *rounds, *what;
+    bool csv;
+};
+
+struct plan {
+    struct list weights, kv, threads, batch, integrity;
+    uint64_t prompt, output, rounds;
+    struct engine *engine;
+    size_t n_engines;
+    struct row *row;
+    size_t n_rows;
+};
+
+static int parse(const struct options *o, struct plan *p, struct dn_err *err)
+{
+    int rc;
+    if ((rc = split("weights", o->weights, &p->weights, err)) != 0 || (rc = split("kv", o->kv, &p->kv, err)) != 0 ||
+        (rc = split("threads", o->threads, &p->threads, err)) != 0 ||
+        (rc = split("batch", o->batch, &p->batch, err)) != 0 ||
+        (rc = split("integrity", o->integrity, &p->integrity, err)) != 0 ||
+        (rc = dn_args_uint(o->prompt, "prompt", 1, 1 << 20, false, &p->prompt, err)) != 0 ||
+        (rc = dn_args_uint(o->output, "output", 2, 1 << 20, false, &p->output, err)) != 0 ||
+        (rc = dn_args_uint(o->rounds, "rounds", 1, MAX_ROUNDS, false, &p->rounds, err)) != 0)
+        return rc;
+    if (strcmp(o->what, "all") != 0 && strcmp(o->what, "prefill") != 0 && strcmp(o->what, "decode") != 0)
+        return dn_err_set(err, DN_CONFIG, "--what %s: expected all, prefill or decode", o->what);
+    return 0;
+}
+
+static int open_engines(struct plan *p, const char *model, struct dn_err *err)
+{
+    p->engine = dn_alloc0(p->weights.n * p->threads.n, sizeof *p->engine);
+    for (size_t i = 0; i < p->weights.n; i++) {
+        for (size_t k = 0; k < p->threads.n; k++) {
+            struct engine *e = &p->engine[p->n_engines];
+            uint64_t threads;
+            int rc, weights;
+            if ((rc = dn_args_uint(p->threads.text[k], "threads", 1, 1024, false, &threads, err)) != 0)
+                return rc;
+            if (dn_weights_format_parse(p->weights.text[i], &weights) != 0)
+                return dn_err_set(err, DN_CONFIG, "--weights %s: expected auto, bf16, fp8, int8 or int4",
+                                  p->weights.text[i]);
+            const struct dn_pool_conf conf = {.n_threads = (unsigned)threads, .weights = weights, .max_sequences = 64};
+            *e = (struct engine){.weights = p->weights.text[i], .threads = (unsigned)threads};
+            if ((rc = dn_local_open(&e->local, model, &conf, false, err)) != 0)
+                return rc;
+            p->n_engines++;
+        }
+    }
+    return 0;
+}
+
+static int add_row(struct plan *p, struct row row, struct dn_err *err)
+{
+    if (p->n_rows == MAX_ROWS)
+        return dn_err_set(err, DN_CONFIG, "more than %d rows", MAX_ROWS);
+    p->row[p->n_rows++] = row;
+    return 0;
+}
+
+static int make_rows(struct plan *p, const char *what, struct dn_err *err)
+{
+    p->row = dn_alloc0(MAX_ROWS, sizeof *p->row);
+    for (size_t e = 0; e < p->n_engines; e++)
+        for (size_t k = 0; k < p->kv.n; k++)
+            for (size_t c = 0; c < p->integrity.n; c++) {
+                struct row r = {.engine = &p->engine[e],
+                                .check = strcmp(p->integrity.text[c], "off") != 0,
+                                .prompt = (uint32_t)p->prompt,
+                                .output = (uint32_t)p->output,
+                                .batch = 1,
+                                .prefill = true};
+                int rc = 0;
+                if (dn_kv_format_parse(p->kv.text[k], &r.kv) != 0)
+                    return dn_err_set(err, DN_CONFIG, "--kv %s: expected bf16 or fp8_e4m3", p->kv.text[k]);
+                if (strcmp(what, "decode") != 0)
+                    rc = add_row(p, r, err);
+                r.prefill = false;
+                r.prompt = 2; /* decode from a nearly empty context, as llama-bench does */
+                for (size_t b = 0; b < p->batch.n && rc == 0 && strcmp(what, "prefill") != 0; b++) {
+                    uint64_t batch;
+                    if ((rc = dn_args_uint(p->batch.text[b], "batch", 1, 64, false, &batch, err)) != 0)
+                        return rc;
+                    r.batch = (uint32_t)batch;
+                    rc = add_row(p, r, err);
+                }
+                if (rc != 0)
+                    return rc;
+            }
+    return 0;
+}
+
+static void plan_release(struct plan *p)
+{
+    for (size_t i = 0; i < p->n_engines; i++)
+        dn_local_close(&p->engine[i].local);
+    free(p->engine);
+    free(p->row);
+    free(p->weights.copy);
+    free(p->kv.copy);
+    free(p->threads.copy);
+    free(p->batch.copy);
+    free(p->integrity.copy);
+}
+
+static void print_head(const struct plan *p, const struct options *o)
+{
+    char text[256];
+    struct dn_device *d = p->engine[0].local.loaded.pool->device;
+    d->ops->describe(d, text, sizeof text);
+    fprintf(stderr, "dunlin " DN_VERSION "  %s\nmodel %s\n", text, p->engine[0].local.loaded.model->path);
+    if (o->csv)
+        puts("what,weights,kv,integrity,threads,batch,prompt,output,tokens_per_s,low,high,weight_gb_per_s");
+    else
+        printf("%-8s %-7s %-9s %-5s %7s %5s %6s %6s %10s %19s %6s\n", "WHAT", "WEIGHTS", "KV", "CHECK", "THREADS",
+               "BATCH", "PROMPT", "OUTPUT", "TOK/S", "LOW-HIGH", "GB/S");
+}
+
+static int bench(const struct options *o, const char *model, struct dn_err *err)
+{
+    struct plan p = {0};
+    int rc = parse(o, &p, err);
+    if (rc == 0)
+        rc = open_engines(&p, model, err);
+    if (rc == 0)
+        rc = make_rows(&p, o->what, err);
+    for (uint64_t round = 0; rc == 0 && round < p.rounds; round++)
+        for (size_t i = 0; rc == 0 && i < p.n_rows; i++)
+            rc = measure(&p.row[i], err);
+    if (rc == 0) {
+        print_head(&p, o);
+        for (size_t i = 0; i < p.n_rows; i++)
+            print_row(&p.row[i], o->csv);
+    }
+    plan_release(&p);
+    return rc;
+}
+
+int dn_cmd_bench(int argc, char **argv)
+{
+    char cores[16];
+    snprintf(cores, sizeof cores, "%ld", sysconf(_SC_NPROCESSORS_ONLN));
+    struct options o = {.weights = "auto",
+                        .kv = "bf16",
+                        .threads = cores,
+                        .batch = "1,16",
+                        .prompt = "512",
+                        .output = "128",
+                        .integrity = "tag",
+                        .rounds = "3",
+                        .what = "all"};
+    const struct dn_flag flag[] = {
+        {"what", "WHAT", "all, prefill or decode [all]", &o.what, NULL},
+        {"weights", "LIST", "auto, bf16, fp8, int8, int4 [auto]", &o.weights, NULL},
+        {"kv", "LIST", "bf16, fp8_e4m3 [bf16]", &o.kv, NULL},
+        {"threads", "LIST", "[all cores]", &o.threads, NULL},
+        {"batch", "LIST", "sequences that decode together [1,16]", &o.batch, NULL},
+        {"integrity", "LIST", "off, tag [tag]", &o.integrity, NULL},
+        {"prompt", "TOKENS", "of prefill [512]", &o.prompt, NULL},
+        {"output", "TOKENS", "of decode [128]", &o.output, NULL},
+        {"rounds", "N", "[3]", &o.rounds, NULL},
+        {"csv", NULL, "comma-separated, for files", NULL, &o.csv},
+        {NULL, NULL, NULL, NULL, NULL},
+    };
+    struct dn_args args;
+    struct dn_err err = {0};
+    bool help;
+    if (dn_args_parse(argc, argv, usage, flag, &args, &help, &err) != 0 || (!help && args.n_positional != 1)) {
+        fprintf(stderr, "dunlin: %s\n", err.code ? err.text : "expected MODEL; dunlin bench --help");
+        return DN_EXIT_USAGE;
+    }
+    if (help)
+        return DN_EXIT_OK;
+    if (bench(&o, args.positional[0], &err) == 0)
+        return DN_EXIT_OK;
+    fprintf(stderr, "dunlin: %s\n", err.text);
+    return err.code == DN_CONFIG ? DN_EXIT_USAGE : DN_EXIT_FAILED;
+}

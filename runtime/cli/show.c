@@ -1,0 +1,202 @@
+#include "api/node.h"
+#include "base/buf.h"
+#include "base/json.h"
+#include "cli/args.h"
+#include "cli/cli.h"
+#include "cli/load.h"
+#include "cli/progress.h"
+#include "script/conf.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char usage[] =
+    "dunlin show MODEL                what a model file holds, and what would fit on this machine\n"
+    "dunlin show config [--conf F]    every setting: value and where it comes from\n"
+    "dunlin show template MODEL       the model's chat template\n";
+
+static uint64_t memory_bytes(void)
+{
+    long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGE_SIZE);
+    return pages > 0 && size > 0 ? (uint64_t)pages * (uint64_t)size : 0;
+}
+
+static int plan_of(const struct dn_model *m, int format, struct dn_plan *plan, struct dn_err *err)
+{
+    struct dn_device *device;
+    const struct dn_device_conf dc = {.n_threads = 1, .limits = {1, 1, 1, 1}, .n_slots = 1, .n_vocab = 1};
+    int rc = dn_kernels_open_cpu(&dc, &device, err);
+    if (rc != 0)
+        return rc;
+    const struct dn_step_limits limits = {.tokens = 512, .seqs = 32, .rows = 96, .pages = 1024};
+    rc = dn_weights_plan(device->ops, m, format, &limits, m->hyper.context_tokens, plan, err);
+    device->ops->close(device);
+    return rc;
+}
+
+static const char *const shown_formats[] = {"auto", "bf16", "fp8", "int8", "int4"};
+enum { N_SHOWN = sizeof shown_formats / sizeof *shown_formats };
+
+static int print_text(const struct dn_loaded *l, struct dn_err *err)
+{
+    const struct dn_model *m = l->model;
+    const struct dn_hyper *h = &m->hyper;
+    char a[16], b[16];
+    printf("model      %s\n", m->name);
+    printf("file       %s  (%s, %s of tensors)\n", m->path, m->type_text, dn_bytes_text(m->file_bytes, a));
+    printf("shape      %s: %u layers, width %u, %u heads, %u KV heads of %u, feed-forward %u, %.1f M parameters\n",
+           dn_arch_name(h->arch), h->n_layers, h->dim, h->n_heads, h->n_kv_heads, h->head_dim, h->ff_dim,
+           (double)m->n_params * 1e-6);
+    printf("rope       theta %g, %u of %u dimensions, %s pairs%s\n", h->rope_theta, h->rotary_dim, h->head_dim,
+           h->rope_interleaved ? "neighbouring" : "half-apart", h->rope_llama3 ? ", Llama 3.1 scaling" : "");
+    printf("context    %u tokens\n", h->context_tokens);
+    printf("vocabulary %u ids, %d with a token; ends with", h->n_vocab, dn_tokenizer_n_vocab(l->tokenizer));
+    for (size_t i = 0; i < m->n_eos; i++) {
+        struct dn_tok_str t = dn_tokenizer_piece(l->tokenizer, m->eos_id[i]);
+        printf(" %d %.*s", m->eos_id[i], (int)t.len, t.data);
+    }
+    printf("\ntemplate   %s\n", m->chat_template ? m->chat_template_from : "none: completions only");
+    for (int i = 0; i < N_SHOWN; i++) {
+        struct dn_plan plan;
+        int format, rc;
+        dn_weights_format_parse(shown_formats[i], &format);
+        if ((rc = plan_of(m, format, &plan, err)) != 0)
+            return rc;
+        if (i == 0)
+            printf("kv         bf16 %s a token, fp8_e4m3 %s a token\n",
+                   dn_bytes_text(plan.kv_token_bytes[DN_KV_BF16], a), dn_bytes_text(plan.kv_token_bytes[DN_KV_FP8], b));
+        uint64_t fixed = plan.weight_bytes + plan.activation_bytes + plan.rope_bytes, memory = memory_bytes();
+        uint64_t left = memory > fixed ? memory - fixed : 0;
+        printf("weights    %-5s %9s  leaves %s of %s: %llu k tokens of bf16 KV or %llu k of fp8\n", shown_formats[i],
+               dn_bytes_text(plan.weight_bytes, a), dn_bytes_text(left, b), dn_bytes_text(memory, (char[16]){0}),
+               (unsigned long long)(left / plan.kv_token_bytes[DN_KV_BF16] / 1000),
+               (unsigned long long)(left / plan.kv_token_bytes[DN_KV_FP8] / 1000));
+    }
+    return 0;
+}
+
+static int print_json(const struct dn_loaded *l, struct dn_err *err)
+{
+    const struct dn_model *m = l->model;
+    const struct dn_hyper *h = &m->hyper;
+    struct dn_buf b = {0};
+    struct dn_json_writer w = dn_json_writer(&b);
+    const struct {
+        const char *key;
+        uint64_t value;
+    } number[] = {{"layers", h->n_layers},     {"width", h->dim},
+                  {"heads", h->n_heads},       {"kv_heads", h->n_kv_heads},
+                  {"head_dim", h->head_dim},   {"feed_forward", h->ff_dim},
+                  {"vocabulary", h->n_vocab},  {"context_tokens", h->context_tokens},
+                  {"parameters", m->n_params}, {"tensor_bytes", m->file_bytes}};
+    dn_json_begin_object(&w);
+    dn_json_key(&w, "name");
+    dn_json_string(&w, m->name);
+    dn_json_key(&w, "path");
+    dn_json_string(&w, m->path);
+    dn_json_key(&w, "type");
+    dn_json_string(&w, m->type_text);
+    dn_json_key(&w, "architecture");
+    dn_json_string(&w, dn_arch_name(h->arch));
+    for (size_t i = 0; i < sizeof number / sizeof *number; i++) {
+        dn_json_key(&w, number[i].key);
+        dn_json_write_uint(&w, number[i].value);
+    }
+    dn_json_key(&w, "chat_template");
+    dn_json_string(&w, m->chat_template ? m->chat_template_from : NULL);
+    dn_json_key(&w, "memory_bytes");
+    dn_json_begin_object(&w);
+    int rc = 0;
+    for (int i = 0; i < N_SHOWN && rc == 0; i++) {
+        struct dn_plan plan;
+        int format;
+        dn_weights_format_parse(shown_formats[i], &format);
+        if ((rc = plan_of(m, format, &plan, err)) != 0)
+            break;
+        dn_json_key(&w, shown_formats[i]);
+        dn_json_begin_object(&w);
+        dn_json_key(&w, "weights");
+        dn_json_write_uint(&w, plan.weight_bytes);
+        dn_json_key(&w, "kv_token_bf16");
+        dn_json_write_uint(&w, plan.kv_token_bytes[DN_KV_BF16]);
+        dn_json_key(&w, "kv_token_fp8_e4m3");
+        dn_json_write_uint(&w, plan.kv_token_bytes[DN_KV_FP8]);
+        dn_json_end_object(&w);
+    }
+    if (rc == 0) {
+        dn_json_end_object(&w);
+        dn_json_end_object(&w);
+        puts(dn_buf_str(&b));
+    }
+    dn_buf_release(&b);
+    return rc;
+}
+
+static int show_model(const char *path, bool json, bool template, struct dn_err *err)
+{
+    struct dn_loaded l;
+    int rc = dn_load_model(path, NULL, &l, err);
+    if (rc != 0)
+        return rc;
+    if (!template)
+        rc = json ? print_json(&l, err) : print_text(&l, err);
+    else if (l.model->chat_template)
+        printf("%s\n", l.model->chat_template);
+    else
+        rc = dn_err_set(err, DN_TEMPLATE, "%s: has no chat template", path);
+    dn_load_release(&l);
+    return rc;
+}
+
+static int show_config(const char *file, bool json)
+{
+    struct dn_conf_errors errors = {0};
+    struct dn_conf *c = dn_conf_open();
+    struct dn_buf b = {0};
+    if (file)
+        dn_conf_read(c, file, &errors);
+    dn_conf_check(c, &errors);
+    if (errors.n > 0)
+        dn_conf_errors_print(&errors, &b);
+    else if (json)
+        dn_conf_print_json(c, &b);
+    else
+        dn_conf_print(c, &b);
+    int exit_code = errors.n ? DN_EXIT_USAGE : DN_EXIT_OK;
+    fputs(dn_buf_str(&b), errors.n ? stderr : stdout);
+    dn_buf_release(&b);
+    dn_conf_errors_release(&errors);
+    dn_conf_close(c);
+    return exit_code;
+}
+
+int dn_cmd_show(int argc, char **argv)
+{
+    const char *conf = NULL;
+    bool json = false, help;
+    const struct dn_flag flag[] = {{"conf", "FILE", "configuration file", &conf, NULL},
+                                   {"json", NULL, "one JSON document", NULL, &json},
+                                   {NULL, NULL, NULL, NULL, NULL}};
+    struct dn_args args;
+    struct dn_err err = {0};
+    if (dn_args_parse(argc, argv, usage, flag, &args, &help, &err) != 0) {
+        fprintf(stderr, "dunlin: %s\n", err.text);
+        return DN_EXIT_USAGE;
+    }
+    if (help)
+        return DN_EXIT_OK;
+    int rc = -DN_CONFIG;
+    if (args.n_positional == 1 && strcmp(args.positional[0], "config") == 0)
+        return show_config(conf, json);
+    if (args.n_positional == 2 && strcmp(args.positional[0], "template") == 0)
+        rc = show_model(args.positional[1], false, true, &err);
+    else if (args.n_positional == 1)
+        rc = show_model(args.positional[0], json, false, &err);
+    else
+        dn_err_set(&err, DN_CONFIG, "expected MODEL or config; dunlin show --help");
+    if (rc == 0)
+        return DN_EXIT_OK;
+    fprintf(stderr, "dunlin: %s\n", err.text);
+    return rc == -DN_CONFIG ? DN_EXIT_USAGE : DN_EXIT_FAILED;
+}

@@ -114,9 +114,11 @@ static inline bool route(struct fixture *f)
 static inline double metric(struct fixture *f, const char *line)
 {
     struct dn_buf b = {0};
+    double v = -1;
     dn_metrics_print(f->metrics, &b);
-    const char *at = strstr(dn_buf_str(&b), line);
-    double v = at ? strtod(at + strlen(line), NULL) : -1;
+    for (const char *at = dn_buf_str(&b); (at = strstr(at, line)); at += strlen(line))
+        if (at == b.data || at[-1] == '\n')
+            v = strtod(at + strlen(line), NULL);
     dn_buf_release(&b);
     return v;
 }

@@ -48,6 +48,11 @@ int dn_err_set(struct dn_err *err, enum dn_code code, const char *format, ...) _
 int dn_err_param(struct dn_err *err, enum dn_code code, const char *param, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
+#ifdef __clang_analyzer__ /* tells it what it can't see from here: the result is never 0 */
+#define dn_err_set(err, code, ...)          (dn_err_set(err, code, __VA_ARGS__), -(int)(code))
+#define dn_err_param(err, code, param, ...) (dn_err_param(err, code, param, __VA_ARGS__), -(int)(code))
+#endif
+
 /* Puts "<text>: " in front of what is there. Returns -err->code. */
 int dn_err_prefix(struct dn_err *err, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

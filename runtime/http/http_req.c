@@ -8,6 +8,7 @@
 struct h2o_side {
     h2o_generator_t generator;
     h2o_req_t *req;
+    h2o_iovec_t whole; /* body of a whole answer, in the request's pool: no buffers to allocate for it */
     struct dn_http_req r;
 };
 
@@ -171,6 +172,12 @@ void dn_req_flush(struct dn_http_req *r)
         return;
     if (!r->has_response)
         start_response(r);
+    if (side->whole.len) {
+        r->is_final = true;
+        r->sending_since_ns = r->conn->loop->now_ns;
+        h2o_send(side->req, &side->whole, 1, H2O_SEND_STATE_FINAL);
+        return;
+    }
     struct dn_buf swap = r->sending;
     r->sending = r->cur;
     r->cur = swap;
@@ -377,8 +384,11 @@ static void begin(struct dn_http_req *r, int status, const char *content_type)
 {
     r->is_started = true;
     r->status = status;
-    if (content_type)
-        dn_http_add_header(r, "content-type", content_type);
+    if (!content_type)
+        return;
+    h2o_req_t *req = side_of(r)->req;
+    h2o_iovec_t v = h2o_strdup(&req->pool, content_type, SIZE_MAX);
+    h2o_add_header(&req->pool, &req->res.headers, H2O_TOKEN_CONTENT_TYPE, NULL, v.base, v.len);
 }
 
 void dn_http_reply(struct dn_http_req *r, int status, const char *content_type, const void *body, size_t n)
@@ -389,7 +399,7 @@ void dn_http_reply(struct dn_http_req *r, int status, const char *content_type, 
     begin(r, status, content_type);
     req->res.content_length = n;
     if (!(req->method.len == 4 && memcmp(req->method.base, "HEAD", 4) == 0))
-        dn_buf_put(&r->cur, body, n);
+        side_of(r)->whole = h2o_strdup(&req->pool, body ? body : "", n);
     r->is_finished = true;
     mark_dirty(r);
 }

@@ -138,7 +138,7 @@ int dn_policy_check(const struct dn_policy_config *config, bool as_json, struct 
 
 static const char *mode_name(const struct dn_policy_file *f)
 {
-    return f->is_shadow ? "shadow" : "on";
+    return f->is_shadow ? "shadow" : "active";
 }
 
 /* Leaves the description and the list of parameters on the stack; the caller takes them off. */

@@ -11,6 +11,10 @@
  * dn_http_reply() (whole), or dn_http_start() + dn_http_write()* + dn_http_finish() or dn_http_abort() (stream), at once or later.
  * on_gone is called exactly once for every request, on its loop, when it is over for whatever reason (answered completely,
  * reset, connection lost, slow reader cut, drain deadline); `req` is invalid after that call returns.
+ *
+ * A client that leaves is noticed within milliseconds on HTTP/1 and 2: RST_STREAM, RST, FIN, TLS close_notify. Shutting down
+ * only the write side counts as leaving too, except when dn_http_reply() or dn_http_finish() has been called already: then
+ * the rest of the answer is still delivered.
  */
 #ifndef DN_HTTP_HTTP_H
 #define DN_HTTP_HTTP_H
@@ -27,15 +31,15 @@ struct dn_http_req;  /* one request, owned by its loop */
 
 struct dn_http_limits { /* 0 in any field = the default in the comment */
     uint32_t connections;            /* per loop; 4096 */
-    uint32_t connections_per_ip;     /* per loop; 256 (loopback is exempt) */
-    uint32_t header_bytes;           /* 16384 */
-    uint32_t header_fields;          /* 100 */
-    uint32_t path_bytes;             /* 2048 */
-    uint64_t body_bytes;             /* 8 MiB: more is 413 */
-    uint64_t body_bytes_inflight;    /* per loop, incomplete bodies together; 256 MiB: reading pauses */
+    uint32_t connections_per_ip;     /* per loop; 256 (loopback is exempt); IPv6 counts by /64 */
+    uint32_t header_bytes;           /* 16384: more is 431; an HTTP/2 block of twice as much ends the connection */
+    uint32_t header_fields;          /* 100: more is 431 */
+    uint32_t path_bytes;             /* 2048, with the query: more is 414 */
+    uint64_t body_bytes;             /* 8 MiB: more is 413; above twice as much HTTP/2 resets the stream */
+    uint64_t body_bytes_inflight;    /* per loop, incomplete bodies together; 256 MiB: reading pauses, but for one */
     uint32_t handshake_timeout_ms;   /* 10000 */
-    uint32_t header_timeout_ms;      /* 10000 */
-    uint32_t body_timeout_ms;        /* 60000 */
+    uint32_t header_timeout_ms;      /* 10000; also the first byte of the first request. HTTP/1 gets 408 */
+    uint32_t body_timeout_ms;        /* 60000, from the end of the headers on HTTP/2, from their start on HTTP/1 */
     uint32_t idle_timeout_ms;        /* 60000, keep-alive */
     uint32_t stall_timeout_ms;       /* 30000: a reader that takes nothing for so long is cut */
     uint32_t stream_pause_bytes;     /* 64 KiB unsent: dn_http_paused() becomes true */
@@ -74,7 +78,8 @@ uint16_t dn_http_port(const struct dn_http *http, bool cleartext); /* bound port
 /* New certificate for new connections; a broken file keeps the old one. Any thread. */
 int dn_http_reload_tls(struct dn_http *http, const char *cert_file, const char *key_file, struct dn_err *err);
 
-/* Request: views are valid until on_gone has returned. */
+/* Request: views are valid until on_gone is called; in it they are empty ({NULL, 0}). The body is complete before
+ * on_request, so a handler that keeps only a view need not copy it. "host" gives the authority on HTTP/2 as well. */
 struct dn_str {
     const char *at; /* not terminated */
     size_t len;
@@ -93,14 +98,18 @@ void *dn_http_user(const struct dn_http_req *req);
 /* Response. Header names lower case; values are copied. Content-Length is set by dn_http_reply(). */
 void dn_http_add_header(struct dn_http_req *req, const char *name, const char *value);
 void dn_http_reply(struct dn_http_req *req, int status, const char *content_type, const void *body, size_t n);
-void dn_http_start(struct dn_http_req *req, int status, const char *content_type); /* headers leave with the first write */
+void dn_http_start(struct dn_http_req *req, int status, const char *content_type); /* headers leave with the first write:
+                                                                       an event stream writes a comment (": ok\n\n") at once */
 void dn_http_write(struct dn_http_req *req, const void *data, size_t n); /* copied; sent with the next flush of the loop */
 void dn_http_finish(struct dn_http_req *req);                /* all written pieces, then the end */
-void dn_http_abort(struct dn_http_req *req);                 /* RST_STREAM / connection close: an honest broken end */
+/* RST_STREAM, or HTTP/1's connection closed without an end: an honest broken end. Pieces written since the last flush of
+ * the loop are dropped. on_gone follows, never from inside this call. */
+void dn_http_abort(struct dn_http_req *req);
 bool dn_http_paused(const struct dn_http_req *req);          /* the client reads too slowly: produce no more for now */
 
-/* Runs fn(loop, arg) on the loop's thread soon. Any thread; wakes the loop once however often it is called meanwhile.
- * Returns false when the loop has stopped (fn will not run). */
+/* Runs fn on the loop's thread soon, in the order of posting. Any thread, until dn_http_close() is called; wakes the loop
+ * once however often it is called meanwhile, and what all messages of one wake-up write leaves in one flush a stream. The
+ * message belongs to fn from then on. Returns false when the loop has stopped (fn will not run). */
 struct dn_loop_msg {
     struct dn_loop_msg *next;
     void (*fn)(struct dn_loop *loop, struct dn_loop_msg *msg, void *loop_user);

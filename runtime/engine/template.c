@@ -420,7 +420,8 @@ static bool try(struct dn_template_vm *vm, const struct dn_template *t, json_t *
 {
     static const char tool[] =
         "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"description\":\"d\",\"parameters\":"
-        "{\"type\":\"object\",\"properties\":{\"city\":{\"type\":\"string\"}}}}}]";
+        "{\"type\":\"object\",\"properties\":{\"city\":{\"type\":\"string\",\"description\":\"d\"}},"
+        "\"required\":[\"city\"]}}}]";
     struct dn_err err = {0};
     json_t *tools = json_loads(tool, 0, NULL);
     dn_template_output_release(out);
@@ -451,8 +452,9 @@ static void find_traits(struct dn_template_vm *vm, struct dn_template *t)
     bool text_ok = try(vm, t, call_messages(json_string("{\"city\":\"Xyzzy\"}")), &out);
     bool text_quoted = text_ok && shows(&out, "\\\"Xyzzy\\\"");
     bool text_lost = text_ok && !shows(&out, "Xyzzy");
+    bool text_in_braces = text_ok && shows(&out, "{{\"city\"");
     bool object_ok = try(vm, t, call_messages(json_pack("{s:s}", "city", "Xyzzy")), &out) && shows(&out, "Xyzzy");
-    t->traits.wants_argument_objects = object_ok && (!text_ok || text_quoted || text_lost);
+    t->traits.wants_argument_objects = object_ok && (!text_ok || text_quoted || text_lost || text_in_braces);
 
     bool string_ok =
         try(vm, t, json_pack("[{s:s,s:s}]", "role", "user", "content", "Xyzzy"), &out) && shows(&out, "Xyzzy");

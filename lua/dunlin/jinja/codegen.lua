@@ -157,8 +157,8 @@ E.And, E.Or = short_circuit("if truthy(%s) then"), short_circuit("if not truthy(
 
 function E:CondExpr(node, d)
   local r = self:register(d, node.line)
-  self:emit("if %s then", self:condition(node.test, d))
   self.branch = self.branch + 1
+  self:emit("if %s then", self:condition(node.test, d))
   self:expr_to(node.yes, d)
   self:emit("else")
   if node.no then
@@ -329,12 +329,14 @@ function G:body_of(nodes)
   end
 end
 
---- nodes as a block of its own, in a branch that need not be taken.
-function G:block(nodes)
+--- nodes as a block of its own. branch: as in Jinja, an unknown filter or test directly in a branch of an if is an error of the
+-- rendering that gets there, everywhere else one of the template.
+function G:block(nodes, branch)
+  local outer = self.branch
   self:emit("do")
-  self.branch = self.branch + 1
+  self.branch = branch and 1 or 0
   self:body_of(nodes)
-  self.branch = self.branch - 1
+  self.branch = outer
   self:emit("end")
 end
 
@@ -351,13 +353,16 @@ function S:If(node)
   for _, branch in ipairs(node.branches) do
     local skip = self:label()
     self:emit("ln = %d", branch.test.line)
+    local outer = self.branch
+    self.branch = 1
     self:emit("if not %s then goto l%d end", self:condition(branch.test, 1), skip)
-    self:block(branch.body)
+    self.branch = outer
+    self:block(branch.body, true)
     self:emit("goto l%d", done)
     self:emit("::l%d::", skip)
   end
   if node.other then
-    self:block(node.other)
+    self:block(node.other, true)
   end
   self:emit("::l%d::", done)
 end
@@ -509,7 +514,7 @@ end
 --- Emits the code of a macro; returns the Lua expression of its value.
 function G:macro(node)
   local outer = { code = self.code, registers = self.registers, loops = self.loops, loop_id = self.loop_id, branch = self.branch }
-  self.code, self.registers, self.loops, self.branch = {}, 1, 0, outer.branch + 1
+  self.code, self.registers, self.loops, self.branch = {}, 1, 0, 0
   for i, name in ipairs(node.args) do
     self:emit("r1 = args[%d]", i)
     self:emit("if r1 == nil then")

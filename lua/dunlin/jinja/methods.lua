@@ -291,11 +291,15 @@ view("items", function(key, value)
   return { k = "tuple", n = 2, key, value }
 end)
 
+local function copy_items(to, from)
+  for i = 1, from.n do
+    V.dict_set(to, from.keys[i], from.map[V.hash_key(from.keys[i])])
+  end
+end
+
 function D.copy(d)
   local out = V.dict()
-  for i = 1, d.n do
-    V.dict_set(out, d.keys[i], d.map[V.hash_key(d.keys[i])])
-  end
+  copy_items(out, d)
   return out
 end
 
@@ -333,11 +337,21 @@ function M.list.pop(v, args)
 end
 
 function D.update(d, args, kwargs)
-  for _, from in ipairs({ args[1] or V.dict(), kwargs or V.dict() }) do
-    for i = 1, from.n do
-      V.dict_set(d, from.keys[i], from.map[V.hash_key(from.keys[i])])
+  local from = args[1]
+  if type(from) == "table" and (from.k == "dict" or from.k == "namespace") then
+    copy_items(d, from)
+  elseif from ~= nil then
+    V.check_defined(from)
+    local pairs_of, n = V.items(from)
+    for i = 1, n do
+      local pair, count = V.items(pairs_of[i])
+      if count ~= 2 then
+        fail("ValueError", "dictionary update sequence element #" .. i - 1 .. " has length " .. count .. "; 2 is required")
+      end
+      V.dict_set(d, pair[1], pair[2])
     end
   end
+  copy_items(d, kwargs or V.dict())
   return None
 end
 

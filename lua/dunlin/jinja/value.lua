@@ -635,6 +635,10 @@ function V.mul(a, b)
     return repeated(a, b)
   elseif is_sequence(b) and type(a) == "number" then
     return repeated(b, a)
+  elseif is_sequence(a) or is_sequence(b) then
+    local other = is_sequence(a) and b or a
+    check_defined(other)
+    fail("TypeError", "can't multiply sequence by non-int of type '" .. type_name(other) .. "'")
   end
   return multiply(a, b)
 end

@@ -117,6 +117,8 @@ static size_t trusted_until(struct trust *trust, size_t at)
     return trust->range[trust->at].end;
 }
 
+enum { AHEAD = 6 }; /* pieces between a prefetch and its use */
+
 /* Text without added tokens. */
 static int encode_plain(const struct dn_tokenizer *t, const char *text, size_t n, bool is_first,
                         struct dn_tok_scratch *s)
@@ -138,8 +140,12 @@ static int encode_plain(const struct dn_tokenizer *t, const char *text, size_t n
         n = s->prefixed.len;
     }
     int rc = dn_tok_pre_split(t, text, n, s);
-    for (size_t i = 0; rc == 0 && i < s->n_range[0]; i++)
-        rc = dn_tok_encode_piece(t, text + s->range[0][i].start, s->range[0][i].end - s->range[0][i].start, s);
+    for (size_t i = 0; rc == 0 && i < s->n_range[0]; i++) {
+        const struct dn_tok_range *r = &s->range[0][i];
+        if (i + AHEAD < s->n_range[0])
+            dn_tok_prefetch(t, text + r[AHEAD].start, r[AHEAD].end - r[AHEAD].start);
+        rc = dn_tok_encode_piece(t, text + r->start, r->end - r->start, s);
+    }
     return rc;
 }
 

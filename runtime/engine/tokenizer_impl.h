@@ -116,6 +116,7 @@ void dn_tok_scratch_release(struct dn_tok_scratch *s);
 
 /* tokenizer_bpe.c */
 uint32_t dn_tok_map_find(const struct dn_tokenizer *t, const char *data, size_t n); /* id or DN_TOK_NONE */
+void dn_tok_prefetch(const struct dn_tokenizer *t, const char *data, size_t n);
 int dn_tok_encode_piece(const struct dn_tokenizer *t, const char *data, size_t n, struct dn_tok_scratch *s);
 
 /* Building. set puts the token there; what it stands for is data. in_map: BPE may produce it. */

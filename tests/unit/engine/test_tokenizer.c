@@ -668,6 +668,40 @@ Test(tokenizer, long_runs_take_bounded_time)
         dn_tokenizer_close(list[i]);
 }
 
+/* Files with random damage are read or refused, and what is read still encodes. */
+Test(tokenizer, damaged_files_do_no_harm)
+{
+    struct dn_buf b = small_json(&(struct small){
+        .merge = merges,
+        .normalizer = "{\"type\":\"NFC\"}",
+        .added = "[" ADDED(300, "<e>", ",\"lstrip\":true") "]",
+        .pre_tokenizer = "{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\",\"pattern\":{\"Regex\":"
+                         "\"[\\\\p{Lu}&&[^\\\\p{Han}]]+|\\\\s+(?!\\\\S)|.\"},\"behavior\":\"Isolated\"},{\"type\":"
+                         "\"ByteLevel\",\"use_regex\":true}]}"});
+    uint32_t seed = 99;
+    int n_read = 0;
+    for (int round = 0; round < 3000; round++) {
+        struct dn_buf copy = {0};
+        struct dn_tokenizer *t = NULL;
+        struct dn_tokens ids = {0};
+        dn_buf_put(&copy, b.data, b.len);
+        for (int i = 0; i < round % 4; i++) {
+            seed = seed * 1664525u + 1013904223u;
+            size_t at = (seed >> 8) % (round % 3 ? 500 : copy.len);
+            copy.data[at] = (char)(i % 2 ? '0' + seed % 75 : (unsigned char)copy.data[at] ^ 1u << seed % 7);
+        }
+        if (dn_tokenizer_parse_json(&t, copy.data, copy.len, NULL, 0, NULL) == 0) {
+            n_read++;
+            dn_tokenizer_encode(t, "abc <e> ABC  12 e\xCC\x81", 19, DN_TOK_SPECIAL | DN_TOK_ADD_AFFIX, &ids, NULL);
+        }
+        dn_tokenizer_close(t);
+        dn_tokens_release(&ids);
+        dn_buf_release(&copy);
+    }
+    cr_expect(n_read >= 750 && n_read < 3000, "%d read", n_read); /* every fourth is whole */
+    dn_buf_release(&b);
+}
+
 Test(tokenizer, a_text_over_the_limit_is_refused)
 {
     struct dn_tokenizer *t = small_open(&(struct small){0});

@@ -226,6 +226,7 @@ local function views(data)
     pools = readonly.wrap(v.rows.pools.data, "node.pools"),
     models = readonly.wrap(v.rows.models.data, "node.models"),
   }
+  data.rows = v.rows
   v.req = readonly.wrap(data.req, "req", contract.request)
   v.node = readonly.wrap(data.node, "node", contract.node)
   v.so_far = readonly.wrap(data.so_far, "so_far", contract.decision)

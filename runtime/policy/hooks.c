@@ -338,18 +338,16 @@ static void count_decisions(const struct dn_policy_vm *pv, const struct dn_decis
 {
     if (!pv->policy || !pv->policy->metrics.decisions)
         return;
-    static const enum dn_decision_field field[] = {DN_DECIDE_PREFILL_WEIGHTS, DN_DECIDE_DECODE_WEIGHTS, DN_DECIDE_KV,
-                                                   DN_DECIDE_INTEGRITY};
-    struct dn_buf value = {0};
-    for (size_t i = 0; i < sizeof field / sizeof *field; i++) {
-        if (!dn_decision_has(d, field[i]))
-            continue;
-        dn_buf_clear(&value);
-        dn_decision_print_field(d, field[i], &value);
-        const char *const label[] = {dn_decision_field_name(field[i]), dn_buf_str(&value)};
-        dn_counter_add(dn_series(pv->policy->metrics.decisions, label), 1);
-    }
-    dn_buf_release(&value);
+    const struct {
+        enum dn_decision_field field;
+        unsigned value;
+    } row[] = {{DN_DECIDE_PREFILL_WEIGHTS, d->prefill_weights},
+               {DN_DECIDE_DECODE_WEIGHTS, d->decode_weights},
+               {DN_DECIDE_KV, d->kv_dtype},
+               {DN_DECIDE_INTEGRITY, d->integrity}};
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++)
+        if (dn_decision_has(d, row[i].field))
+            dn_counter_add(pv->policy->metrics.decided[row[i].field][row[i].value], 1);
 }
 
 /* admit and route. */

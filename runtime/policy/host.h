@@ -59,7 +59,8 @@ void dn_policy_set_put(struct dn_policy_set *s); /* NULL is fine */
 
 struct dn_policy_metrics { /* families; all NULL without metrics */
     struct dn_family *calls, *seconds, *errors, *fallback, *rejects, *decisions, *revision, *vm_bytes, *recycled, *user;
-    struct dn_series *reload_ok, *reload_time, *n_reloads;
+    struct dn_series *reload_ok, *reload_time;
+    struct dn_series *decided[DN_DECIDE_COUNT][DN_DECIDE_W_COUNT]; /* by field and value, for formats and integrity */
 };
 
 struct dn_policy {
@@ -83,9 +84,13 @@ struct dn_policy_vm {
     char thread[32];
     bool is_stale; /* ran out of time or memory: its data may be half changed */
     enum dn_vm_failure stale_why;
+    uint64_t node_shape;                     /* of names and formats in them: while it stays, only numbers change */
     uint64_t node_version;                   /* that the node's tables were built from */
     int ref_run, ref_set_node, ref_describe; /* functions of lua/dunlin/dispatch.lua in the registry */
     int ref_req, ref_labels, ref_headers, ref_metadata, ref_cached, ref_wish, ref_so_far, ref_result;
+    int ref_node, ref_rows, ref_time, ref_kv, ref_queue; /* the node's tables */
+    int ref_pool[DN_VIEW_POOLS_MAX];                     /* the first n_ref_pools, in the snapshot's order */
+    unsigned n_ref_pools;
     int ref_hook[DN_HOOK_COUNT];
     int ref_key[64]; /* interned names of fields: see push.c */
     unsigned n_keys;

@@ -46,6 +46,17 @@ void dn_policy_metrics_init(struct dn_policy_metrics *m, struct dn_metrics *regi
     m->reload_time = dn_series(dn_metrics_gauge(registry, "dunlin_policy_last_reload_timestamp_seconds",
                                                 "when the policies in force were loaded", NULL),
                                NULL);
+    for (int w = 0; w < DN_DECIDE_W_COUNT; w++) {
+        const char *name = dn_decide_weights_name((enum dn_decide_weights)w);
+        m->decided[DN_DECIDE_PREFILL_WEIGHTS][w] = dn_series(m->decisions, (const char *[]){"prefill_weights", name});
+        m->decided[DN_DECIDE_DECODE_WEIGHTS][w] = dn_series(m->decisions, (const char *[]){"decode_weights", name});
+    }
+    for (int k = 0; k < DN_DECIDE_KV_COUNT; k++)
+        m->decided[DN_DECIDE_KV][k] =
+            dn_series(m->decisions, (const char *[]){"kv_dtype", dn_decide_kv_name((enum dn_decide_kv)k)});
+    for (int i = 0; i < DN_DECIDE_INTEGRITY_COUNT; i++)
+        m->decided[DN_DECIDE_INTEGRITY][i] = dn_series(
+            m->decisions, (const char *[]){"integrity", dn_decide_integrity_name((enum dn_decide_integrity)i)});
     for (int h = DN_HOOK_ADMIT; h < DN_HOOK_COUNT; h++)
         dn_series(m->fallback, (const char *[]){dn_policy_hook_name((enum dn_policy_hook)h)});
     static const char *const reason[] = {"memory", "instructions", "time"};

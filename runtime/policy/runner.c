@@ -243,6 +243,13 @@ static int build(struct dn_policy_vm *pv, struct dn_err *err)
     pv->ref_wish = ref_field(L, data, "wish");
     pv->ref_so_far = ref_field(L, data, "so_far");
     pv->ref_result = ref_field(L, data, "result");
+    pv->ref_node = ref_field(L, data, "node");
+    lua_getfield(L, data, "rows");
+    int rows = lua_gettop(L);
+    pv->ref_time = ref_field(L, rows, "time");
+    pv->ref_kv = ref_field(L, rows, "kv");
+    pv->ref_queue = ref_field(L, rows, "queue");
+    pv->ref_rows = luaL_ref(L, LUA_REGISTRYINDEX);
     for (int h = 0; h < DN_HOOK_COUNT; h++) {
         lua_pushstring(L, dn_policy_hook_name((enum dn_policy_hook)h));
         pv->ref_hook[h] = luaL_ref(L, LUA_REGISTRYINDEX);
@@ -261,7 +268,8 @@ int dn_policy_build(struct dn_policy_vm *pv, struct dn_err *err)
     int rc = dn_vm_open(&pv->vm, &o, err);
     if (rc)
         return rc;
-    pv->node_version = 0;
+    pv->node_version = pv->node_shape = 0;
+    pv->n_ref_pools = 0;
     pv->is_stale = false;
     rc = build(pv, err);
     if (rc) {

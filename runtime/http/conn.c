@@ -407,6 +407,8 @@ static void on_readable(void *arg)
         dn_conn_queue(c); /* the loop does few handshakes a round */
     else
         pump(c);
+    if (c->has_reset)
+        dn_conn_queue(c); /* the frame that was in the way may be complete now */
 }
 
 static void on_writable(void *arg)

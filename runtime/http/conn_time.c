@@ -111,6 +111,10 @@ void dn_conn_tick(struct dn_conn *c)
 {
     const struct dn_http_limits *limits = &c->loop->http->limits;
     uint64_t now_ns = c->loop->now_ns;
+    if (dn_tls_in_left(&c->in) == 0) /* an idle connection keeps no buffers of ours */
+        dn_buf_release(&c->in.buf);
+    if (c->out.len == 0)
+        dn_buf_release(&c->out);
     if (c->is_doomed || c->is_dead || check_peer_closed(c) || check_stall(c, now_ns))
         return;
     switch (c->state) {

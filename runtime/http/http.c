@@ -113,7 +113,11 @@ static int accept_some(struct dn_listener *l, int max)
         if (fd < 0) {
             if (errno == EINTR || errno == ECONNABORTED)
                 continue;
-            break; /* EAGAIN, or no descriptors: the next round tries again */
+            if (errno != EAGAIN && l->watch) { /* EMFILE and the like would wake us without end */
+                l->is_resting = true;
+                dn_watch_read(l->watch, false);
+            }
+            break;
         }
         n++;
         dn_conn_accept(l->loop, fd, l->is_cleartext, (struct sockaddr *)&peer, len);
@@ -172,6 +176,12 @@ static void tick(struct dn_loop *loop)
     if (loop->now_ns < loop->next_tick_ns)
         return;
     loop->next_tick_ns = loop->now_ns + TICK_NS;
+    for (int i = 0; i < 2; i++) {
+        struct dn_listener *l = &loop->listener[i];
+        if (l->is_resting && l->watch)
+            dn_watch_read(l->watch, true);
+        l->is_resting = false;
+    }
     for (struct dn_conn *c = loop->first_conn, *next; c; c = next) {
         next = c->next;
         if (loop->is_draining && loop->now_ns > loop->drain_deadline_ns)

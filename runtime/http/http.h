@@ -66,7 +66,8 @@ struct dn_http_handler {
     void (*on_tick)(struct dn_loop *loop, uint64_t now_ns, void *loop_user); /* about 10 times a second; may be NULL */
 };
 
-/* Reads certificates, proves the TLS plumbing (HTTP/2 and HTTP/1), binds. Nothing is accepted before dn_http_run(). */
+/* Reads certificates, proves the TLS plumbing (HTTP/2 and HTTP/1), binds; ignores SIGPIPE.
+ * Nothing is accepted before dn_http_run(). */
 int dn_http_open(const struct dn_http_conf *conf, const struct dn_http_handler *handler, void *user,
                  struct dn_http **out, struct dn_err *err);
 int dn_http_run(struct dn_http *http, struct dn_err *err);        /* starts the loop threads, returns at once */

@@ -96,7 +96,7 @@ void dn_loop_flush(struct dn_loop *loop)
         unmark_dirty(r);
         if (r->owes_resume) {
             r->owes_resume = false;
-            if (loop->http->handler.on_resume && !r->is_over)
+            if (loop->http->handler.on_resume && !r->is_over && !r->is_refused)
                 loop->http->handler.on_resume(loop, r, loop->user);
         }
         dn_req_flush(r); /* the request may be gone behind this line */
@@ -142,7 +142,8 @@ static void on_dispose(void *p)
     c->idle_since_ns = loop->now_ns;
     side->req = NULL;
     r->is_over = true;
-    loop->http->handler.on_gone(loop, r, loop->user);
+    if (!r->is_refused)
+        loop->http->handler.on_gone(loop, r, loop->user);
     unmark_dirty(r);
     dn_buf_release(&r->cur);
     dn_buf_release(&r->sending);
@@ -225,21 +226,20 @@ void dn_req_reset(struct dn_http_req *r)
 /* --- requests ------------------------------------------------------------------------------------------------------
  */
 
-static void refuse(h2o_req_t *req, enum dn_code code, const char *message)
+/* Answered by us; the handler never hears of it. */
+static void refuse(struct dn_http_req *r, enum dn_code code, const char *message)
 {
     struct dn_buf body = {0};
     dn_error_body(&body, code, message);
-    req->res.status = dn_code_info(code)->status;
-    req->res.reason = reason_of(req->res.status);
-    req->res.content_length = body.len;
-    h2o_add_header(&req->pool, &req->res.headers, H2O_TOKEN_CONTENT_TYPE, NULL, H2O_STRLIT("application/json"));
-    h2o_send_inline(req, body.data, body.len);
+    r->is_refused = true;
+    dn_http_reply(r, dn_code_info(code)->status, "application/json", body.data, body.len);
     dn_buf_release(&body);
 }
 
 /* Limits that can only be checked on the parsed request. Returns whether it was refused. */
-static bool check_limits(h2o_req_t *req, const struct dn_http_limits *limits)
+static bool check_limits(struct dn_http_req *r, const struct dn_http_limits *limits)
 {
+    h2o_req_t *req = side_of(r)->req;
     char text[128];
     size_t bytes = req->path.len + req->authority.len;
     for (size_t i = 0; i < req->headers.size; i++)
@@ -247,18 +247,18 @@ static bool check_limits(h2o_req_t *req, const struct dn_http_limits *limits)
     if (req->path.len > limits->path_bytes) {
         snprintf(text, sizeof text, "the path has %zu bytes, at most %u are accepted", req->path.len,
                  limits->path_bytes);
-        refuse(req, DN_URI_TOO_LONG, text);
+        refuse(r, DN_URI_TOO_LONG, text);
     } else if (req->headers.size > limits->header_fields) {
         snprintf(text, sizeof text, "%zu header fields, at most %u are accepted", req->headers.size,
                  limits->header_fields);
-        refuse(req, DN_HEADERS_TOO_LARGE, text);
+        refuse(r, DN_HEADERS_TOO_LARGE, text);
     } else if (bytes > limits->header_bytes) {
         snprintf(text, sizeof text, "%zu bytes of headers, at most %u are accepted", bytes, limits->header_bytes);
-        refuse(req, DN_HEADERS_TOO_LARGE, text);
+        refuse(r, DN_HEADERS_TOO_LARGE, text);
     } else if (req->entity.len > limits->body_bytes) {
         snprintf(text, sizeof text, "the body has %zu bytes, at most %llu are accepted", req->entity.len,
                  (unsigned long long)limits->body_bytes);
-        refuse(req, DN_BODY_TOO_LARGE, text);
+        refuse(r, DN_BODY_TOO_LARGE, text);
     } else {
         return false;
     }
@@ -273,8 +273,6 @@ void dn_req_on_request(struct st_h2o_req_t *req, void *conn)
     dn_stat_add(&loop->stats.requests, 1);
     if (c->is_h2)
         dn_stat_add(&loop->stats.requests_h2, 1);
-    if (check_limits(req, &loop->http->limits))
-        return;
     struct h2o_side *side = h2o_mem_alloc_shared(&req->pool, sizeof *side, on_dispose);
     *side = (struct h2o_side){.req = req};
     struct dn_http_req *r = &side->r;
@@ -284,7 +282,8 @@ void dn_req_on_request(struct st_h2o_req_t *req, void *conn)
         r->next->prev = r;
     c->first_req = r;
     atomic_fetch_add_explicit(&loop->stats.streams, 1, memory_order_relaxed);
-    loop->http->handler.on_request(loop, r, loop->user);
+    if (!check_limits(r, &loop->http->limits))
+        loop->http->handler.on_request(loop, r, loop->user);
     /* An answer given at once leaves with what h2o writes after this call. */
     unmark_dirty(r);
     dn_req_flush(r);

@@ -86,6 +86,7 @@ struct dn_http_req {
     bool is_final;     /* h2o has the end */
     bool is_over;      /* aborted or cut: further writes are ignored */
     bool wants_reset;  /* HTTP/2: reset the stream from the work list */
+    bool is_refused;   /* by a limit: the handler does not know it */
     bool is_paused, owes_resume;
 };
 
@@ -94,6 +95,7 @@ struct dn_listener {
     struct dn_watch *watch;
     int fd; /* -1: none */
     bool is_cleartext;
+    bool is_resting; /* no descriptors were left: accepting goes on with the next tick */
 };
 
 /* Written by the loop alone, read by any thread. */

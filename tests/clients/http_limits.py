@@ -313,6 +313,41 @@ def test_a_closed_window_ends_the_stream_alone():
         assert s.stats()["cut_slow"] == 1
 
 
+def test_refused_requests_do_not_wait_for_ever_either():
+    with Server(stall_timeout_ms=700, path_bytes=100) as s:
+        c = s.h2(window=0)
+        stuck = [c.request("/" + "a" * 200) for _ in range(20)]
+        begin = time.monotonic()
+        for stream in stuck:
+            assert c.wait(stream)["reset"] is not None
+        near(time.monotonic() - begin, 0.4, 2.5)
+        stats = s.stats()
+        assert stats["streams"] == 1 and stats["gone"] == 0, stats
+
+
+def test_running_out_of_descriptors_is_survived():
+    import resource
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+    s = Server()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with s:
+        held = []
+        for _ in range(60):
+            c = socket.create_connection(("127.0.0.1", s.clear_port))
+            c.sendall(b"GET /hold HTTP/1.1\r\nhost: t\r\n\r\n")
+            held.append(c)
+        cpu = "/proc/%d/stat" % s.proc.pid
+        before = sum(int(x) for x in open(cpu).read().split()[13:15])
+        time.sleep(1)
+        used = sum(int(x) for x in open(cpu).read().split()[13:15]) - before
+        assert used < 50, f"{used} ticks of CPU in a second of waiting"
+        for c in held:
+            c.close()
+        time.sleep(0.5)
+        s.wait_stat("holding", 0)
+
+
 def test_a_slow_reader_pauses_only_itself():
     with Server(stream_pause_bytes=65536) as s:
         c = s.h2()

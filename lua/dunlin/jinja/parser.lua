@@ -432,7 +432,7 @@ local statements = {}
 statements["if"] = function(self, line)
   local node = { t = "If", line = line, branches = {} }
   while true do
-    local test = parse_tuple(self, parse_expression)
+    local test = parse_tuple(self, parse_or)
     self:expect("block_end")
     local body, stop = parse_body(self, { ["elif"] = true, ["else"] = true, ["endif"] = true }, line, "if")
     node.branches[#node.branches + 1] = { test = test, body = body }

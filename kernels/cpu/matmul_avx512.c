@@ -15,8 +15,11 @@
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
+/* Else clang loads all activations of a group first, more than there are registers: half the speed. */
+#define KEEP_ORDER __asm__ volatile("" ::: "memory")
 #else
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL     _Pragma("GCC unroll 16")
+#define KEEP_ORDER (void)0
 #endif
 
 enum { BLOCKS = 2 };
@@ -102,20 +105,17 @@ INLINE __m512 fp8_scale(const struct dn_fp8_head *head)
     return _mm512_mask_mov_ps(_mm512_set1_ps(head->scale), (__mmask16)head->nan_rows, _mm512_set1_ps(NAN));
 }
 
-/* Inputs k..k+3 of block b, 2^-8 times their values. */
-INLINE void fp8_quad(const struct dn_tile *t, const int b, uint32_t k, const bool wide, __m512 w[4][BLOCKS])
+/* Inputs k and k + 1 of a block that widen_fp8() unpacked. */
+INLINE void wide_pair(const uint8_t *block, uint32_t k, __m512 *w0, __m512 *w1)
 {
-    if (wide) {
-        const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-        const uint8_t *at = t->wide + (size_t)b * t->wide_bytes + (size_t)k * 2 * DN_BLOCK_ROWS;
-        UNROLL
-        for (int i = 0; i < 2; i++) {
-            __m512i v = _mm512_load_si512(at + 64 * i);
-            w[2 * i][b] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
-            w[2 * i + 1][b] = _mm512_castsi512_ps(_mm512_and_si512(v, high));
-        }
-        return;
-    }
+    __m512i v = _mm512_load_si512(block + (size_t)k * 2 * DN_BLOCK_ROWS);
+    *w0 = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+    *w1 = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* Inputs k..k+3 of block b, 2^-8 times their values. */
+INLINE void fp8_quad(const struct dn_tile *t, const int b, uint32_t k, __m512 w[4][BLOCKS])
+{
     const uint8_t *at = t->block + t->data_at + (size_t)b * t->block_bytes + (size_t)k * DN_BLOCK_ROWS;
     if (t->ahead)
         prefetch_lines(t, at, 1);
@@ -133,7 +133,7 @@ static void widen_fp8(const struct dn_tile *t, uint8_t *out)
     for (int b = 0; b < (int)t->n_blocks; b++)
         for (uint32_t k = 0; k < t->n_in; k += 4) {
             __m512 w[4][BLOCKS];
-            fp8_quad(t, b, k, false, w);
+            fp8_quad(t, b, k, w);
             uint8_t *at = out + (size_t)b * t->wide_bytes + (size_t)k * 2 * DN_BLOCK_ROWS;
             UNROLL
             for (int i = 0; i < 2; i++) {
@@ -167,10 +167,13 @@ INLINE void fp8_rows(const struct dn_tile *t, const int nb, const int n, const b
         for (uint32_t k = k0; k < k1; k += 4, a += 4 * n) {
             __m512 w[4][BLOCKS];
             UNROLL
-            for (int b = 0; b < nb; b++)
-                fp8_quad(t, b, k, wide, w);
+            for (int b = 0; b < nb && !wide; b++)
+                fp8_quad(t, b, k, w);
             UNROLL
             for (int i = 0; i < 4; i += 2) {
+                UNROLL
+                for (int b = 0; b < nb && wide; b++)
+                    wide_pair(t->wide + (size_t)b * t->wide_bytes, k + (uint32_t)i, &w[i][b], &w[i + 1][b]);
                 UNROLL
                 for (int m = 0; m < n; m++) {
                     __m512 a0 = broadcast(a + i * n + m), a1 = broadcast(a + (i + 1) * n + m);
@@ -219,9 +222,11 @@ INLINE __m512i broadcast_quad(const uint8_t *p)
 INLINE void dot_quad(const uint8_t *act, const int at, const int nb, const int n, const __m512i w[BLOCKS],
                      __m512i dot[BLOCKS][DN_TILE_ROWS])
 {
+    KEEP_ORDER;
     UNROLL
     for (int m = 0; m < n; m++) {
         __m512i a = broadcast_quad(act + m * DN_GROUP + 4 * at);
+        __asm__("" : "+v"(a)); /* broadcast() */
         UNROLL
         for (int b = 0; b < nb; b++)
             dot[b][m] = _mm512_dpbusd_epi32(dot[b][m], w[b], a);

@@ -83,7 +83,7 @@ static int32_t add_token(struct vocabulary *v, const char *text, int32_t type)
 /* " word" letter by letter: each new prefix is a token and a merge of the one before with its last letter. */
 static void add_word(struct vocabulary *v, const char *word)
 {
-    char left[64], whole[64], letter[3];
+    char left[64], whole[80], letter[3];
     byte_text(' ', left);
     for (const char *c = word; *c; c++) {
         byte_text((unsigned char)*c, letter);
@@ -94,7 +94,8 @@ static void add_word(struct vocabulary *v, const char *word)
             snprintf(merge, sizeof merge, "%s %s", left, letter);
             v->merge[v->n_merges++] = dn_strdup(merge);
         }
-        memcpy(left, whole, sizeof left);
+        DN_BUG_ON(strlen(whole) >= sizeof left);
+        memcpy(left, whole, strlen(whole) + 1);
     }
     v->likely[find_token(v, left)] = true;
 }

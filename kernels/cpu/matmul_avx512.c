@@ -15,11 +15,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
-/* Else clang loads all activations of a group first, more than there are registers: half the speed. */
-#define KEEP_ORDER __asm__ volatile("" ::: "memory")
 #else
-#define UNROLL     _Pragma("GCC unroll 16")
-#define KEEP_ORDER (void)0
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
 
 enum { BLOCKS = 2 };
@@ -222,7 +219,6 @@ INLINE __m512i broadcast_quad(const uint8_t *p)
 INLINE void dot_quad(const uint8_t *act, const int at, const int nb, const int n, const __m512i w[BLOCKS],
                      __m512i dot[BLOCKS][DN_TILE_ROWS])
 {
-    KEEP_ORDER;
     UNROLL
     for (int m = 0; m < n; m++) {
         __m512i a = broadcast_quad(act + m * DN_GROUP + 4 * at);

@@ -265,30 +265,35 @@ int dn_cpu_matrix_pack(struct dn_matrix *m, uint32_t row0, uint32_t n, const str
     return 0;
 }
 
+/* Inputs k0..k1-1 of a row, all of one group or block. */
+static void unpack(const struct dn_matrix *m, const struct place *p, uint32_t k0, uint32_t k1, float *out)
+{
+    uint32_t g = k0 / DN_GROUP;
+    bool is_bf16 = m->scale_is_bf16;
+    float scale = 1, offset = 0;
+    if (m->format == DN_W_INT8 || m->format == DN_W_INT4)
+        scale = dn_scale16_to_f32(*scale_at(p->scale, p->row, g), is_bf16);
+    if (m->format == DN_W_INT4 && !m->symmetric)
+        offset = dn_scale16_to_f32(*scale_at(p->offset, p->row, g), is_bf16);
+    for (uint32_t k = k0; k < k1; k++) {
+        if (m->format == DN_W_BF16) {
+            out[k] = dn_bf16_to_f32(((const uint16_t *)p->data)[dn_at_pair(p->row, k)]);
+        } else if (m->format == DN_W_FP8) {
+            out[k] = dn_e4m3_to_f32(p->data[dn_at_pair(p->row, k)]) * p->head[k / DN_FP8_BLOCK].scale;
+        } else if (m->format == DN_W_INT8) {
+            out[k] = (float)(p->data[dn_at_int8(p->row, k)] - 128) * scale;
+        } else {
+            int q = p->data[dn_at_int4(p->row, k)] >> (k % DN_GROUP < 16 ? 0 : 4) & 15;
+            out[k] = m->symmetric ? (float)(q - 8) * scale : (float)q * scale + offset;
+        }
+    }
+}
+
 void dn_cpu_matrix_row(const struct dn_matrix *m, uint32_t row, float *out)
 {
     DN_BUG_ON(row >= m->n_out);
     struct dn_layout l = dn_layout_of(m);
     struct place p = place_of(m, &l, row);
-    for (uint32_t k = 0; k < m->n_in; k++) {
-        uint32_t g = k / DN_GROUP;
-        switch (m->format) {
-        case DN_W_BF16:
-            out[k] = dn_bf16_to_f32(((const uint16_t *)p.data)[dn_at_pair(p.row, k)]);
-            break;
-        case DN_W_FP8:
-            out[k] = dn_e4m3_to_f32(p.data[dn_at_pair(p.row, k)]) * p.head[k / DN_FP8_BLOCK].scale;
-            break;
-        case DN_W_INT8:
-            out[k] = (float)(p.data[dn_at_int8(p.row, k)] - 128) *
-                     dn_scale16_to_f32(*scale_at(p.scale, p.row, g), m->scale_is_bf16);
-            break;
-        default: {
-            int q = p.data[dn_at_int4(p.row, k)] >> (k % DN_GROUP < 16 ? 0 : 4) & 15;
-            float s = dn_scale16_to_f32(*scale_at(p.scale, p.row, g), m->scale_is_bf16);
-            out[k] = m->symmetric ? (float)(q - 8) * s
-                                  : (float)q * s + dn_scale16_to_f32(*scale_at(p.offset, p.row, g), m->scale_is_bf16);
-        }
-        }
-    }
+    for (uint32_t k = 0; k < m->n_in; k += DN_GROUP)
+        unpack(m, &p, k, k + DN_GROUP < m->n_in ? k + DN_GROUP : m->n_in, out);
 }

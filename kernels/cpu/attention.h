@@ -15,7 +15,7 @@
 #include "kernels/cpu/isa.h"
 #include "kernels/kernels.h"
 
-enum { DN_ATTN_TILE = 64, DN_ATTN_SPLIT = 512, DN_ATTN_PAD = 16 };
+enum { DN_ATTN_TILE = 64, DN_ATTN_SPLIT = 256, DN_ATTN_PAD = 16 };
 
 /* Running softmax of some rows: out = o / sum once all positions are in. */
 struct dn_attn_state {

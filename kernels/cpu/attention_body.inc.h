@@ -382,85 +382,78 @@ INLINE void value_fp8(int mr, int nv, const float *p, const float *alpha, const 
     value_tile(mr, nv, PAGE_FP8, p, alpha, from, count, padded, o);
 }
 
-/* Calls tile(mr, nv, ...) with both as constants, so that the accumulators live in registers. */
+/* Calls tile(mr, nv, ...) with both as constants, so that the accumulators live in registers. Only some sizes exist:
+ * the next smaller one is taken, the rest is another call. */
+#define ROW_STEP(n)    ((n) >= MR ? MR : (n) >= 4 ? 4 : (n))
+#define COLUMN_STEP(n) ((n) >= NV ? NV : (n) >= 2 ? 2 : 1)
 #define WITH_ROWS(tile, mr, nv, ...)                                                                                   \
-    switch (mr) {                                                                                                      \
-    case 1:                                                                                                            \
-        tile(1, nv, __VA_ARGS__);                                                                                      \
-        break;                                                                                                         \
-    case 2:                                                                                                            \
-        tile(2, nv, __VA_ARGS__);                                                                                      \
-        break;                                                                                                         \
-    case 3:                                                                                                            \
-        tile(3, nv, __VA_ARGS__);                                                                                      \
-        break;                                                                                                         \
-    case 4:                                                                                                            \
-        tile(4, nv, __VA_ARGS__);                                                                                      \
-        break;                                                                                                         \
-    case 5:                                                                                                            \
-        tile(MR < 5 ? MR : 5, nv, __VA_ARGS__);                                                                        \
-        break;                                                                                                         \
-    default:                                                                                                           \
-        tile(MR, nv, __VA_ARGS__);                                                                                     \
-    }
+    do {                                                                                                               \
+        if (mr == 4)                                                                                                   \
+            tile(4, nv, __VA_ARGS__);                                                                                  \
+        else if (mr == 3)                                                                                              \
+            tile(3, nv, __VA_ARGS__);                                                                                  \
+        else if (mr == 2)                                                                                              \
+            tile(2, nv, __VA_ARGS__);                                                                                  \
+        else if (mr == 1)                                                                                              \
+            tile(1, nv, __VA_ARGS__);                                                                                  \
+        else if (MAX_ROWS > 4)                                                                                         \
+            tile(MAX_ROWS, nv, __VA_ARGS__);                                                                           \
+    } while (0)
 #define WITH_TILE(tile, mr, nv, ...)                                                                                   \
-    switch (nv) {                                                                                                      \
-    case 1:                                                                                                            \
-        WITH_ROWS(tile, mr, 1, __VA_ARGS__)                                                                            \
-        break;                                                                                                         \
-    case 2:                                                                                                            \
-        WITH_ROWS(tile, mr, 2, __VA_ARGS__)                                                                            \
-        break;                                                                                                         \
-    case 3:                                                                                                            \
-        WITH_ROWS(tile, mr, (NV < 3 ? NV : 3), __VA_ARGS__)                                                            \
-        break;                                                                                                         \
-    default:                                                                                                           \
-        WITH_ROWS(tile, mr, NV, __VA_ARGS__)                                                                           \
-    }
+    do {                                                                                                               \
+        if (nv == NV)                                                                                                  \
+            WITH_ROWS(tile, mr, NV, __VA_ARGS__);                                                                      \
+        else if (NV > 2 && nv == 2)                                                                                    \
+            WITH_ROWS(tile, mr, 2, __VA_ARGS__);                                                                       \
+        else                                                                                                           \
+            WITH_ROWS(tile, mr, 1, __VA_ARGS__);                                                                       \
+    } while (0)
 
+#define MAX_ROWS MR
 static void scores(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows, uint32_t columns)
 {
-    for (uint32_t c = 0; c < columns; c += NV * VW) {
-        uint32_t nv = (columns - c) / VW < NV ? (columns - c) / VW : NV;
-        for (uint32_t r = row0; r < n_rows; r += MR) {
-            uint32_t mr = n_rows - r < MR ? n_rows - r : MR;
+    for (uint32_t c = 0, nv; c < columns; c += nv * VW) {
+        nv = COLUMN_STEP((columns - c) / VW);
+        for (uint32_t r = row0, mr; r < n_rows; r += mr) {
             const float *q = w->q + (size_t)r * w->head_dim;
             float *s = w->s + (size_t)r * TILE + c;
-            WITH_TILE(score_tile, mr, nv, q, w->head_dim, w->kt + c, s)
+            mr = ROW_STEP(n_rows - r);
+            WITH_TILE(score_tile, mr, nv, q, w->head_dim, w->kt + c, s);
         }
     }
 }
 
 static void outputs(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows, uint32_t count, float *out)
 {
-    for (uint32_t c = 0; c < w->padded_dim; c += NV * VW) {
-        uint32_t left = (w->padded_dim - c) / VW, nv = left < NV ? left : NV;
+    for (uint32_t c = 0, nv; c < w->padded_dim; c += nv * VW) {
         struct values from = {.v = w->v, .stride = w->padded_dim, .offset = c};
-        for (uint32_t r = row0; r < n_rows; r += MR) {
-            uint32_t mr = n_rows - r < MR ? n_rows - r : MR;
+        nv = COLUMN_STEP((w->padded_dim - c) / VW);
+        for (uint32_t r = row0, mr; r < n_rows; r += mr) {
             const float *p = w->s + (size_t)r * TILE;
             float *o = out + (size_t)r * w->padded_dim + c;
-            WITH_TILE(value_scratch, mr, nv, p, w->alpha + r, &from, count, w->padded_dim, o)
+            mr = ROW_STEP(n_rows - r);
+            WITH_TILE(value_scratch, mr, nv, p, w->alpha + r, &from, count, w->padded_dim, o);
         }
     }
 }
+#undef MAX_ROWS
 
-/* The same for up to MR rows, whose values are not worth a copy: they are read where they lie. */
-static void outputs_from_pages(const struct dn_attn_work *w, const struct tile *tile, uint32_t row, uint32_t mr,
-                               uint32_t count, float *out)
+/* The same for up to FEW rows, whose values are not worth a copy: they are read where they lie. */
+#define MAX_ROWS FEW
+static void outputs_from_pages(const struct dn_attn_work *w, const struct tile *tile, uint32_t n_rows, uint32_t count,
+                               float *out)
 {
-    for (uint32_t c = 0; c < w->padded_dim; c += NV * VW) {
-        uint32_t left = (w->padded_dim - c) / VW, nv = left < NV ? left : NV;
+    for (uint32_t c = 0, nv; c < w->padded_dim; c += nv * VW) {
         struct values from = {.block = tile->value, .stride = w->head_dim, .offset = c};
-        const float *p = w->s + (size_t)row * TILE;
-        float *o = out + (size_t)row * w->padded_dim + c;
-        if (w->format == DN_KV_FP8) {
-            WITH_TILE(value_fp8, mr, nv, p, w->alpha + row, &from, count, w->padded_dim, o)
-        } else {
-            WITH_TILE(value_bf16, mr, nv, p, w->alpha + row, &from, count, w->padded_dim, o)
-        }
+        float *o = out + c;
+        nv = COLUMN_STEP((w->padded_dim - c) / VW);
+        if (w->format == DN_KV_FP8)
+            WITH_TILE(value_fp8, n_rows, nv, w->s, w->alpha, &from, count, w->padded_dim, o);
+        else
+            WITH_TILE(value_bf16, n_rows, nv, w->s, w->alpha, &from, count, w->padded_dim, o);
     }
 }
+#undef MAX_ROWS
 
 /* Scores of one row over `count` positions become weights e^(s - max); the row's maximum and sum move on. */
 INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile *tile, float *max, float *sum,
@@ -520,7 +513,7 @@ static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_a
                         w->format == DN_KV_FP8 ? &tile : NULL, out->max + r, out->sum + r, w->alpha + r);
         }
         if (few) {
-            outputs_from_pages(w, &tile, 0, n_rows, n, out->o);
+            outputs_from_pages(w, &tile, n_rows, n, out->o);
             continue;
         }
         for (; t < w->n_tokens && w->position + t < at + TILE - 1; t++)

@@ -1,0 +1,15 @@
+# tests/fuzz/fuzz_x.c becomes the libFuzzer program fuzz_x (clang, -DDN_FUZZ=ON). Its libraries are those that its includes ask for:
+# the engine's unless a line here says otherwise.
+if(DN_FUZZ)
+  if(NOT CMAKE_C_COMPILER_ID STREQUAL "Clang")
+    message(FATAL_ERROR "DN_FUZZ needs clang: -DCMAKE_C_COMPILER=clang")
+  endif()
+  file(GLOB fuzzers CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/fuzz/fuzz_*.c)
+  foreach(source ${fuzzers})
+    get_filename_component(target ${source} NAME_WE)
+    add_executable(${target} ${source})
+    target_link_libraries(${target} PRIVATE dn_engine)
+    target_compile_options(${target} PRIVATE -fsanitize=fuzzer)
+    target_link_options(${target} PRIVATE -fsanitize=fuzzer)
+  endforeach()
+endif()

@@ -241,7 +241,7 @@ static bool rejected(const struct call *c, size_t i, uint64_t ns)
     struct dn_policy_vm *pv = c->pv;
     const struct dn_policy_file *f = &pv->set->file[i];
     add_step(c, i, DN_POLICY_REJECTED, ns);
-    if (f->is_shadow)
+    if (f->is_shadow || !c->reject) /* finish has none and dispatch.lua takes none from it */
         return true;
     dn_policy_pull_reject(pv, lua_gettop(dn_vm_lua(pv->vm)), c->reject);
     memcpy(c->reject->policy, f->name, sizeof c->reject->policy);

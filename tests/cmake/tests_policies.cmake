@@ -21,3 +21,6 @@ endforeach()
 
 # It compares the policies' names with those of the kernels, which the policy layer itself may not see.
 target_link_libraries(policy_test_names PRIVATE dn_kernels)
+
+add_executable(bench_policy EXCLUDE_FROM_ALL ${CMAKE_CURRENT_SOURCE_DIR}/bench/bench_policy.c)
+target_link_libraries(bench_policy PRIVATE dn_policy)

@@ -104,6 +104,8 @@ struct dn_policy_vm {
 
 /* Fills pv->vm from pv->set: library, environments, load, init. On failure pv->vm is NULL and err says file:line. */
 int dn_policy_build(struct dn_policy_vm *pv, struct dn_err *err);
+/* The budgets of the next calls: a hook's, or those of our own Lua. */
+void dn_policy_set_budget(struct dn_policy_vm *pv, bool is_host);
 void dn_policy_unbuild(struct dn_policy_vm *pv);
 
 /* Puts "file:line: hook: " in front of an error that does not begin with the file (INIT: "file: "). */

@@ -348,7 +348,9 @@ int dn_policy_push_node(struct dn_policy_vm *pv, const struct dn_node_view *node
     push_models(L, node);
     lua_setfield(L, -2, "models");
     pv->node_version = pv->node_shape = 0;
+    dn_policy_set_budget(pv, true); /* many models take longer than a policy may */
     int rc = dn_vm_call(pv->vm, 1, 0, err);
+    dn_policy_set_budget(pv, false);
     if (rc)
         return rc;
     ref_pools(pv, node);

@@ -258,6 +258,16 @@ static int build(struct dn_policy_vm *pv, struct dn_err *err)
     return 0;
 }
 
+void dn_policy_set_budget(struct dn_policy_vm *pv, bool is_host)
+{
+    /* A trial allows ten times as much: what a first call costs, and finding the name that a typo was meant to be. */
+    uint64_t times = pv->policy ? 1 : 10;
+    if (is_host)
+        dn_vm_set_budget(pv->vm, LOAD_INSTRUCTIONS, LOAD_NS);
+    else
+        dn_vm_set_budget(pv->vm, times * pv->set->config.instructions, times * pv->set->config.wall_ns);
+}
+
 int dn_policy_build(struct dn_policy_vm *pv, struct dn_err *err)
 {
     struct dn_vm_options o = {.name = "policy",
@@ -278,9 +288,7 @@ int dn_policy_build(struct dn_policy_vm *pv, struct dn_err *err)
     }
     lua_settop(dn_vm_lua(pv->vm), 0);
     lua_gc(dn_vm_lua(pv->vm), LUA_GCCOLLECT, 0);
-    /* A trial allows ten times as much: what a first call costs, and finding the name that a typo was meant to be. */
-    uint64_t times = pv->policy ? 1 : 10;
-    dn_vm_set_budget(pv->vm, times * pv->set->config.instructions, times * pv->set->config.wall_ns);
+    dn_policy_set_budget(pv, false);
     return 0;
 }
 

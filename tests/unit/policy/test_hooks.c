@@ -257,3 +257,33 @@ Test(hooks, shipped_policies_load_and_work_together)
     cr_assert_eq(metric(&f, "dunlin_policy_calls_total{policy=\"tiers\",hook=\"finish\"} "), 1);
     close_fixture(&f);
 }
+
+Test(hooks, a_node_of_many_models_and_pools_costs_a_policy_nothing_of_its_budget)
+{
+    static char name[DN_VIEW_MODELS_MAX][16];
+    static struct dn_model_view model[DN_VIEW_MODELS_MAX];
+    static struct dn_pool_view pool[DN_VIEW_POOLS_MAX];
+    for (int i = 0; i < DN_VIEW_MODELS_MAX; i++) {
+        snprintf(name[i], sizeof name[i], "m%d", i);
+        model[i] =
+            (struct dn_model_view){.name = name[i], .context_tokens = i, .has_weights = {1, 1, 1, 1}, .has_kv = {1, 1}};
+    }
+    for (int i = 0; i < DN_VIEW_POOLS_MAX; i++)
+        pool[i] = (struct dn_pool_view){.name = name[i], .running = i, .is_healthy = true, .has_weights = {1, 1, 1, 1}};
+    struct dn_policy_item item = {
+        .file = "p.lua", .source = HOOK("admit", "local p = node.pools.m31 return { priority = p and p.running }")};
+    struct dn_policy_config c = {.item = &item, .n_items = 1, .instructions = 1000, .wall_ns = TEST_WALL_NS};
+    struct fixture f = {.metrics = dn_metrics_open()};
+    cr_assert_eq(dn_policy_open(&f.p, &c, f.metrics, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_policy_vm_open(&f.vm, f.p, "loop0", &err), 0);
+    struct dn_node_view node = {
+        .version = 1, .pool = pool, .n_pools = DN_VIEW_POOLS_MAX, .model = model, .n_models = DN_VIEW_MODELS_MAX};
+    for (int i = 0; i < 3; i++) {
+        node.version++;
+        pool[31].running = 31 + i;
+        memset(&decision, 0, sizeof decision);
+        cr_assert(dn_policy_admit(f.vm, &test_request, &node, &decision, &reject, NULL), "%s", f.vm->last_error.text);
+        cr_assert_eq(decision.priority, 31 + i);
+    }
+    close_fixture(&f);
+}

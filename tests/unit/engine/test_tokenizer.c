@@ -572,18 +572,14 @@ Test(tokenizer, refuses_bad_gguf_arrays)
     free(f);
 }
 
+#define SPACE_MARK_A                                                                                                   \
+    "\xE2\x96\x81"                                                                                                     \
+    "a"
+
 /* SentencePiece's kind: scores, U+2581 for a space, byte fallback. */
 Test(tokenizer, llama_arrays)
 {
-    static const char *const text[] = {"<unk>",
-                                       "<s>",
-                                       "\xE2\x96\x81",
-                                       "a",
-                                       "b",
-                                       "ab",
-                                       "\xE2\x96\x81"
-                                       "a",
-                                       "ba"};
+    static const char *const text[] = {"<unk>", "<s>", "\xE2\x96\x81", "a", "b", "ab", SPACE_MARK_A, "ba"};
     static const float score[] = {0, 0, -5, -6, -7, -2, -1, -3};
     struct dn_tok_str token[8 + 256];
     int32_t type[8 + 256] = {2, 3, 1, 1, 1, 1, 1, 1};

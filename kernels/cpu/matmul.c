@@ -110,12 +110,20 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
             t.wide = wide;
             t.ahead = 0;
         }
+        /* Each tile asks for a share of the next two blocks, if they are this thread's. */
+        size_t n_groups = w->n_in / DN_GROUP, n_shares = tile_end - tile;
+        t.next = t.block;
+        if (j->zero >= 0 && j->splits == 1 && item + 1 < end) {
+            t.next = t.block + 2 * j->layout.block_bytes;
+            t.next_step = (uint32_t)dn_up(2 * j->layout.block_bytes / n_shares / n_groups + 1, 64);
+        }
         for (; tile < tile_end; tile++, t.ahead = 0) {
             size_t start = tile_start(j, tile);
             t.act = j->act + start * j->act_row_bytes;
             t.n_rows = tile_height(j, tile);
             t.out = j->out + start * w->n_out + row;
             j->tile(&t);
+            t.next += t.next_step * n_groups;
         }
     }
 }
@@ -167,7 +175,8 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
     j->splits = j->splits > j->n_tiles ? j->n_tiles : j->splits;
     j->tiles_per_item = (j->n_tiles + j->splits - 1) / j->splits;
     j->splits = (j->n_tiles + j->tiles_per_item - 1) / j->tiles_per_item;
-    size_t n_items = n_blocks * j->splits, chunk = n_items / (8 * n_threads);
+    /* Few rows: long pieces, since the first blocks of each come unasked. */
+    size_t n_items = n_blocks * j->splits, chunk = n_items / ((j->n_tiles <= 4 ? 3 : 8) * n_threads);
     if (j->n_tiles <= 2 && chunk < PIECE_BYTES / (2 * j->layout.block_bytes))
         chunk = PIECE_BYTES / (2 * j->layout.block_bytes);
     /* Two blocks are read side by side: while one pair is in use, ask for the next. */

@@ -265,10 +265,9 @@ INLINE void dot_group(const uint8_t *data, size_t block_bytes, const uint8_t *ac
 static void widen_int4(const struct dn_tile *t, uint8_t *out)
 {
     for (uint32_t b = 0; b < t->n_blocks; b++) {
-        const uint8_t *data = t->block + b * t->block_bytes + t->data_at, *next = t->block + b * t->block_bytes;
+        const uint8_t *data = t->block + b * t->block_bytes + t->data_at;
         uint8_t *to = out + b * t->wide_bytes;
-        for (uint32_t k = 0; k < t->n_in; k += DN_GROUP, data += 256, next += 320, to += 512) {
-            prefetch_lines(t, next, 5);
+        for (uint32_t k = 0; k < t->n_in; k += DN_GROUP, data += 256, to += 512) {
             UNROLL
             for (int j = 0; j < 4; j++) {
                 __m512i v = _mm512_load_si512(data + 64 * j);
@@ -284,10 +283,10 @@ INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const e
     const uint8_t *scale = t->block, *offset = t->block + t->offset_at, *act = t->act;
     const uint8_t *data = wide ? t->wide : t->block + t->data_at;
     const size_t data_bytes = wide ? t->wide_bytes : t->block_bytes;
-    const uint8_t *next = t->block;
+    const uint8_t *next = nb == 1 ? t->block : t->next;
     const bool nibbles = kind != INT8 && !wide;
     const int group_bytes = nibbles ? 256 : 512, lines = kind == INT8 ? 9 : 5;
-    const size_t next_step = kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
+    const size_t next_step = nb > 1 ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
     __m512 sum[BLOCKS][DN_TILE_ROWS];
     UNROLL
     for (int b = 0; b < nb; b++) {
@@ -305,10 +304,12 @@ INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const e
             dot[0][m] = dot[1][m] = start;
         }
         dot_group(data, data_bytes, act, nb, n, nibbles, dot);
+        for (size_t i = 0; nb > 1 && i < next_step; i += 64)
+            _mm_prefetch((const char *)next + i, _MM_HINT_T1);
         UNROLL
         for (int b = 0; b < nb; b++) {
-            if (t->ahead)
-                prefetch_lines(t, next + (size_t)b * t->block_bytes, lines);
+            if (nb == 1 && t->ahead)
+                prefetch_lines(t, next, lines);
             __m512 ws = load_scale(scale + (size_t)b * t->block_bytes, t->scale_is_bf16), wo = ws;
             if (kind == INT4)
                 wo = load_scale(offset + (size_t)b * t->block_bytes, t->scale_is_bf16);

@@ -18,6 +18,10 @@ struct dn_tile {
     uint32_t n_blocks;    /* 1 or 2 */
     uint32_t n_rows;      /* activation rows, 1..DN_TILE_ROWS */
     uint32_t ahead;       /* if not 0, the blocks come from memory: ask for what lies so many bytes behind */
+    /* INT8 and INT4 with two blocks and AVX-512: the next two blocks. Each tile asks for its share while it
+     * computes, next_step bytes in each group of inputs. */
+    const uint8_t *next;
+    uint32_t next_step;
     bool scale_is_bf16;
     size_t block_bytes, offset_at, data_at;
     const uint8_t *wide; /* what dn_matmul_ops.widen_* made of these blocks, or NULL */

@@ -279,6 +279,7 @@ static void pump(struct dn_conn *c)
             dn_conn_doom(c);
             return;
         }
+        c->idle_since_ns = c->loop->now_ns; /* upstream h2o takes HTTP/1 bodies out of sight: an upload is not idle */
         dn_vsock_input(c->vs, plain, (size_t)n);
         dn_buf_release(&c->ahead);
         if (!c->vs)

@@ -254,11 +254,31 @@ struct json_stream {
     h2o_iovec_t body;
 };
 
+#if OLD_H2O
 static void json_send(h2o_ostream_t *self, h2o_req_t *req, h2o_iovec_t *bufs, size_t n, h2o_send_state_t state)
 {
     struct json_stream *js = (struct json_stream *)self;
     h2o_ostream_send_next(self, req, &js->body, n ? 1 : 0, state);
 }
+
+static struct json_stream *add_json_stream(h2o_req_t *req, h2o_ostream_t **slot)
+{
+    return (struct json_stream *)h2o_add_ostream(req, sizeof(struct json_stream), slot);
+}
+#else
+static void json_send(h2o_ostream_t *self, h2o_req_t *req, h2o_sendvec_t *vecs, size_t n, h2o_send_state_t state)
+{
+    struct json_stream *js = (struct json_stream *)self;
+    h2o_sendvec_t vec;
+    h2o_sendvec_init_raw(&vec, js->body.base, js->body.len);
+    h2o_ostream_send_next(self, req, &vec, n ? 1 : 0, state);
+}
+
+static struct json_stream *add_json_stream(h2o_req_t *req, h2o_ostream_t **slot)
+{
+    return (struct json_stream *)h2o_add_ostream(req, _Alignof(struct json_stream), sizeof(struct json_stream), slot);
+}
+#endif
 
 static enum dn_code code_of_status(int status)
 {
@@ -281,7 +301,7 @@ static void json_setup(h2o_filter_t *self, h2o_req_t *req, h2o_ostream_t **slot)
     h2o_iovec_t *value = type >= 0 ? &req->res.headers.entries[type].value : NULL;
     if (req->res.status >= 400 && value && value->len >= 10 && memcmp(value->base, "text/plain", 10) == 0) {
         const struct dn_code_info *info = dn_code_info(code_of_status(req->res.status));
-        struct json_stream *js = (struct json_stream *)h2o_add_ostream(req, sizeof *js, slot);
+        struct json_stream *js = add_json_stream(req, slot);
         char text[256];
         int n = snprintf(text, sizeof text,
                          "{\"error\":{\"message\":\"%s\",\"type\":\"%s\",\"param\":null,\"code\":\"%s\"}}\n",

@@ -1,6 +1,6 @@
 /* A small server on runtime/http for its integration tests and measurements: echo, event streams fed by a second
- * thread, requests that never end, floods. Its only output is "ready TLS_PORT CLEARTEXT_PORT"; /stats tells what
- * happened.
+ * thread, requests that never end, floods. Its only output is "ready TLS_PORT CLEARTEXT_PORT H2O_VERSION"; /stats tells
+ * what happened.
  *
  * GET /            74 bytes of JSON         POST /echo       the body
  * GET /sse?n=&ms=&size=  n events           GET /hold        never answers
@@ -415,7 +415,7 @@ int main(int argc, char **argv)
     signal(SIGHUP, on_signal);
     pthread_t thread;
     pthread_create(&thread, NULL, engine, NULL);
-    printf("ready %u %u\n", dn_http_port(g.http, false), dn_http_port(g.http, true));
+    printf("ready %u %u %s\n", dn_http_port(g.http, false), dn_http_port(g.http, true), dn_h2o_version());
     fflush(stdout);
     wait_for_signals(g.http, &conf);
     dn_http_stop(g.http);

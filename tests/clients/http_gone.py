@@ -187,10 +187,13 @@ def test_queued_requests_and_a_reset_connection():
     control = Server(extra=["--without-cures", "1"])
     assert control.ready
     died = overload_and_reset(control, 100)
-    assert died and control.proc.wait(5) == -signal.SIGABRT, "the control survives: this test shows nothing"
-    text = control.proc.stderr.read()
-    assert "close_connection_now" in text, text
-    print(f"      without the cures the server died after {died} connections")
+    if control.h2o.startswith("2.2."):
+        assert died and control.proc.wait(5) == -signal.SIGABRT, "the control survives: this test shows nothing"
+        assert "close_connection_now" in control.proc.stderr.read()
+        print(f"      without the cures the server died after {died} connections")
+    else:
+        print(f"      no control: h2o {control.h2o} does not have the fault")
+        control.proc.kill()
     with Server() as s:
         assert overload_and_reset(s, 150) is None
         s.wait_stat("streaming", 0)

@@ -38,6 +38,7 @@ class Server:
         line = self.proc.stdout.readline().split()
         self.ready = line[:1] == ["ready"]
         self.port, self.clear_port = (int(line[1]), int(line[2])) if self.ready else (0, 0)
+        self.h2o = line[3] if self.ready else None
 
     def __enter__(self):
         assert self.ready, "the server did not start: " + self.proc.stderr.read()
@@ -140,6 +141,24 @@ def is_closed(sock, timeout):
             return None
         except OSError:
             return time.monotonic() - begin
+
+
+def drip(sock, n, seconds):
+    """Sends single bytes until the server answers; (what it said, seconds it took). Not by select(): a TLS 1.3 ticket is
+    readable but no answer."""
+    begin, data = time.monotonic(), b""
+    try:
+        for _ in range(n):
+            sock.sendall(b"x")
+            sock.settimeout(seconds)
+            try:
+                data = sock.recv(65536)
+                break
+            except socket.timeout:
+                pass
+    except OSError:
+        pass
+    return data, time.monotonic() - begin
 
 
 class Response:

@@ -7,7 +7,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DEFAULT_PAGE_TOKENS = 16, DEFAULT_SLAB_BYTES = 1 << 20, MAX_PAGE_TOKENS = 4096 };
+enum {
+    DEFAULT_PAGE_TOKENS = 16,
+    MIN_SLAB_BYTES = 1 << 20,
+    MAX_SLAB_BYTES = 16 << 20,
+    MAX_PAGE_TOKENS = 4096,
+    ROPE_CHUNK = 1024
+};
 
 /* Rows times values times bytes; returns false on overflow. Adds to *sum. */
 static bool add_bytes(uint64_t rows, uint64_t values, uint64_t bytes, uint64_t *sum)
@@ -68,29 +74,39 @@ static int take(struct dn_runner *r, uint64_t bytes, void *out, const char *what
     return 0;
 }
 
-/* cos and sin of every position and frequency. The angle is a product of floats, as in the references. */
+/* cos and sin of every position and frequency. The angle is a product of floats, as in the references. Some positions
+ * at a time: a context of a million tokens makes a large table, of which the host need not hold all. */
 static int fill_rope(struct dn_runner *r, struct dn_err *err)
 {
     const struct dn_model *m = r->weights->model;
     size_t half = m->hyper.rotary_dim / 2, row = 2 * half;
-    uint32_t n = r->conf.context_tokens;
     int code = take(r, r->rope_bytes, &r->rope, "the table of rotary angles", err);
     if (code != 0)
         return code;
     double *inv_freq = dn_alloc0(half, sizeof *inv_freq);
     dn_model_rope_freqs(m, inv_freq);
-    float *host = dn_alloc0(n, row * sizeof *host);
-    for (uint32_t pos = 0; pos < n; pos++) {
-        for (size_t i = 0; i < half; i++) {
-            float angle = (float)pos * (float)inv_freq[i];
-            host[pos * row + 2 * i] = (float)cos((double)angle);
-            host[pos * row + 2 * i + 1] = (float)sin((double)angle);
+    float *host = dn_alloc0(ROPE_CHUNK, row * sizeof *host);
+    for (uint32_t first = 0; first < r->conf.context_tokens; first += ROPE_CHUNK) {
+        uint32_t n = r->conf.context_tokens - first < ROPE_CHUNK ? r->conf.context_tokens - first : ROPE_CHUNK;
+        for (uint32_t k = 0; k < n; k++) {
+            for (size_t i = 0; i < half; i++) {
+                float angle = (float)(first + k) * (float)inv_freq[i];
+                host[k * row + 2 * i] = (float)cos((double)angle);
+                host[k * row + 2 * i + 1] = (float)sin((double)angle);
+            }
         }
+        r->device->ops->upload(r->device, r->rope + first * row, host, n * row * sizeof *host);
     }
-    r->device->ops->upload(r->device, r->rope, host, (size_t)r->rope_bytes);
     free(host);
     free(inv_freq);
     return 0;
+}
+
+/* Large slabs leave little of the smaller pages' rest, small ones let memory move between formats in small steps. */
+static uint64_t choose_slab(uint64_t arena_bytes)
+{
+    uint64_t part = arena_bytes / 64;
+    return part < MIN_SLAB_BYTES ? MIN_SLAB_BYTES : part > MAX_SLAB_BYTES ? MAX_SLAB_BYTES : part;
 }
 
 static int take_arena(struct dn_runner *r, struct dn_err *err)
@@ -162,7 +178,7 @@ int dn_runner_open(struct dn_device *device, const struct dn_weights *weights, c
     if (r->conf.page_tokens == 0)
         r->conf.page_tokens = DEFAULT_PAGE_TOKENS;
     if (r->conf.slab_bytes == 0)
-        r->conf.slab_bytes = DEFAULT_SLAB_BYTES;
+        r->conf.slab_bytes = choose_slab(r->conf.arena_bytes);
     if (r->conf.n_valid == 0 || r->conf.n_valid > h->n_vocab)
         r->conf.n_valid = h->n_vocab;
     int code = open_parts(r, err);

@@ -17,7 +17,7 @@ struct dn_runner_conf {
     struct dn_step_limits limits; /* the device's */
     uint32_t context_tokens;      /* longest sequence: positions are < this; 0 = the model's own */
     uint32_t page_tokens;         /* 0 = 16 */
-    uint64_t slab_bytes;          /* target size; 0 = near 1 MiB */
+    uint64_t slab_bytes;          /* target size; 0 = a 64th of the arena, 1 to 16 MiB */
     uint64_t arena_bytes;         /* KV memory; whole slabs of it are used. At least one slab */
     uint32_t n_valid;             /* ids below it have a token; 0 = n_vocab of the model */
 };

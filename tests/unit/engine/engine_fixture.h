@@ -45,7 +45,7 @@ static inline void fixture_open(struct fixture *f, const char *path, int format,
     cr_assert_eq(dn_kernels_open_cpu(&conf, &f->device, &err), 0, "%s", err.text);
     struct dn_weights_conf weights = {.format = format};
     cr_assert_eq(dn_weights_open(f->device, f->model, &weights, &f->weights, &err), 0, "%s", err.text);
-    struct dn_runner_conf runner = {.limits = limits, .arena_bytes = 256 << 20};
+    struct dn_runner_conf runner = {.limits = limits, .arena_bytes = 256 << 20, .slab_bytes = 1 << 20};
     cr_assert_eq(dn_runner_open(f->device, f->weights, &runner, &f->runner, &err), 0, "%s", err.text);
 }
 

@@ -8,16 +8,18 @@
 
 /* Values that ask for nothing special are fine: clients send them by default. */
 enum neutral {
-    N_NONE,      /* only null */
-    N_FALSE,     /* null or false */
-    N_TRUE,      /* null or true */
-    N_ANY,       /* whatever: it has no meaning without a feature that is refused elsewhere */
-    N_ONE,       /* null or 1 */
-    N_EMPTY,     /* null or an empty array, object or string */
-    N_NO_TOOL,   /* null, "none" or "auto" */
-    N_TEXT_TYPE, /* null or {"type": "text"} */
-    N_TEXT_LIST, /* null or ["text"] */
-    N_SERVICE    /* null, "auto" or "default" */
+    N_NONE,       /* only null */
+    N_FALSE,      /* null or false */
+    N_TRUE,       /* null or true */
+    N_ANY,        /* whatever: it has no meaning without a feature that is refused elsewhere */
+    N_ONE,        /* null or 1 */
+    N_EMPTY,      /* null or an empty list */
+    N_EMPTY_MAP,  /* null or an empty object */
+    N_EMPTY_TEXT, /* null or an empty string */
+    N_NO_TOOL,    /* null, "none" or "auto" */
+    N_TEXT_TYPE,  /* null or {"type": "text"} */
+    N_TEXT_LIST,  /* null or ["text"] */
+    N_SERVICE     /* null, "auto" or "default" */
 };
 
 static const struct {
@@ -26,14 +28,14 @@ static const struct {
 } unsupported[] = {
     {"n", N_ONE},
     {"best_of", N_ONE},
-    {"logit_bias", N_EMPTY},
+    {"logit_bias", N_EMPTY_MAP},
     {"tools", N_EMPTY},
     {"tool_choice", N_NO_TOOL},
     {"functions", N_EMPTY},
     {"function_call", N_NO_TOOL},
     {"parallel_tool_calls", N_ANY},
     {"response_format", N_TEXT_TYPE},
-    {"suffix", N_EMPTY},
+    {"suffix", N_EMPTY_TEXT},
     {"audio", N_NONE},
     {"modalities", N_TEXT_LIST},
     {"prediction", N_NONE},
@@ -92,8 +94,11 @@ static bool is_neutral(const json_t *v, enum neutral n)
     case N_ONE:
         return json_is_number(v) && json_number_value(v) == 1.0;
     case N_EMPTY:
-        return (json_is_array(v) && json_array_size(v) == 0) || (json_is_object(v) && json_object_size(v) == 0) ||
-               is_string(v, "");
+        return json_is_array(v) && json_array_size(v) == 0;
+    case N_EMPTY_MAP:
+        return json_is_object(v) && json_object_size(v) == 0;
+    case N_EMPTY_TEXT:
+        return is_string(v, "");
     case N_NO_TOOL:
         return is_string(v, "none") || is_string(v, "auto");
     case N_TEXT_TYPE:

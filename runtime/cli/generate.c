@@ -144,8 +144,9 @@ int dn_cmd_generate(int argc, char **argv)
     struct dn_args args;
     struct dn_err err = {0};
     bool help;
-    if (dn_args_parse(argc, argv, usage, flag, &args, &help, &err) != 0 || (!help && args.n_positional == 0)) {
-        fprintf(stderr, "dunlin: %s\n", err.code ? err.text : "expected MODEL; dunlin generate --help");
+    if (dn_args_parse(argc, argv, usage, flag, &args, &help, &err) != 0 ||
+        (!help && (args.n_positional == 0 || args.n_positional > 2))) {
+        fprintf(stderr, "dunlin: %s\n", err.code ? err.text : "expected MODEL and one PROMPT; dunlin generate --help");
         return DN_EXIT_USAGE;
     }
     if (help)

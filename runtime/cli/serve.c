@@ -69,7 +69,7 @@ static int set_flags(struct dn_conf *c, const struct conf_flag *f, size_t n, str
     for (size_t i = 0; i < n; i++) {
         struct dn_err err;
         if (f[i].text && dn_conf_set(c, f[i].key, f[i].text, f[i].flag, &err) != 0)
-            dn_conf_error_add(errors, "command line", 0, "%s: %s", f[i].flag, err.text);
+            dn_conf_error_add(errors, "command line", 0, "%s", err.text);
     }
     return errors->n ? -DN_CONFIG : 0;
 }
@@ -115,9 +115,11 @@ static void choose_model(struct server *s, const char *file, const struct model_
     if (f->ctx && dn_args_uint(f->ctx, "ctx", 16, 1 << 24, true, &s->model.context, &err) != 0)
         dn_conf_error_add(errors, "command line", 0, "%s", err.text);
     if (dn_weights_format_parse(s->model.weights, &weights) != 0)
-        dn_conf_error_add(errors, where, 0, "weights \"%s\": expected auto, bf16, fp8, int8 or int4", s->model.weights);
+        dn_conf_error_add(errors, f->weights ? "command line" : where, 0,
+                          "weights \"%s\": expected auto, bf16, fp8, int8 or int4", s->model.weights);
     if (dn_kv_format_parse(s->model.kv_dtype, &kv) != 0)
-        dn_conf_error_add(errors, where, 0, "kv_dtype \"%s\": expected bf16 or fp8_e4m3", s->model.kv_dtype);
+        dn_conf_error_add(errors, f->kv_dtype ? "command line" : where, 0, "kv_dtype \"%s\": expected bf16 or fp8_e4m3",
+                          s->model.kv_dtype);
 }
 
 static int read_conf(struct server *s, const char *file, const struct conf_flag *f, size_t n_flags,
@@ -438,8 +440,8 @@ int dn_cmd_serve(int argc, char **argv)
     s->start_ns = dn_now_ns();
     const char *conf_file = getenv("DN_CONF");
     struct conf_flag set[] = {
-        {"--listen", "listen", NULL},   {"--cleartext", "cleartext", NULL}, {"--keys", "keys", NULL},
-        {"--threads", "threads", NULL}, {"--kv-memory", "kv_memory", NULL}, {"--log", "log.level", NULL},
+        {"--listen", "listen", NULL},          {"--cleartext", "cleartext", NULL},        {"--keys", "keys", NULL},
+        {"--threads", "engine.threads", NULL}, {"--kv-memory", "engine.kv_memory", NULL}, {"--log", "log.level", NULL},
     };
     struct model_flags model = {0};
     const struct dn_flag flag[] = {
@@ -462,6 +464,9 @@ int dn_cmd_serve(int argc, char **argv)
     bool help;
     int exit_code = DN_EXIT_OK;
     if (dn_args_parse(argc, argv, usage, flag, &args, &help, &err) != 0) {
+        exit_code = print_err(&err, DN_EXIT_USAGE);
+    } else if (!help && args.n_positional > 1) {
+        dn_err_set(&err, DN_CONFIG, "expected one MODEL, not \"%s\" as well", args.positional[1]);
         exit_code = print_err(&err, DN_EXIT_USAGE);
     } else if (!help) {
         if (args.n_positional > 0)

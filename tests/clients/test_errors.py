@@ -69,7 +69,8 @@ def test_what_is_too_long_names_both_numbers(node, http):
 
 REFUSED = [ # (parameter, value) that a chat request may not have, with the parameter that the error must name
     ("n", 2), ("n", 0), ("n", "x"), ("logit_bias", {"1": 5}), ("response_format", {"type": "json_object"}),
-    ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]), ("tool_choice", "required"),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": {}}}]), ("tools", {}), ("suffix", []), ("tool_choice", "required"),
+    ("logit_bias", []),
     ("functions", [{"name": "f"}]), ("audio", {"voice": "x"}), ("modalities", ["text", "audio"]),
     ("reasoning_effort", "high"), ("store", True), ("service_tier", "priority"), ("guided_regex", "a*"),
     ("use_beam_search", True), ("cache_salt", "s"), ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False),

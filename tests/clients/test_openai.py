@@ -1,5 +1,6 @@
 """The OpenAI dialect as the openai package and httpx see it, with the tiny model: every answer is checked against another
 answer of the same node, since its words mean nothing."""
+import asyncio
 import json
 import math
 
@@ -391,10 +392,17 @@ def test_unknown_parameters_are_named_in_a_header(node):
 
 def test_one_connection_carries_many_requests_at_once(node):
     expected = node.text(temperature=0, max_tokens=24)
-    with node.http() as http:
-        assert node.text(client=http, temperature=0, max_tokens=24) == expected
-        answers = together([lambda: node.text(client=http, temperature=0, max_tokens=24)] * 40)
-    assert set(answers) == {expected}
+    body = {"model": "tiny", "prompt": "the sea", "temperature": 0, "max_tokens": 24}
+    before = node.metrics()["dunlin_http_accepted_total"]
+
+    async def ask(n):
+        async with node.http_async() as http:
+            first = await http.post("/v1/completions", json=body)
+            rest = await asyncio.gather(*[http.post("/v1/completions", json=body) for _ in range(n)])
+            return [r.json()["choices"][0]["text"] for r in [first, *rest]]
+
+    assert set(asyncio.run(ask(60))) == {expected}
+    assert node.metrics()["dunlin_http_accepted_total"] == before + 1
 
 
 def test_http1_says_the_same_as_http2(node):

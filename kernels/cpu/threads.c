@@ -15,8 +15,15 @@
 #include <unistd.h>
 
 /* How long a thread spins before it blocks. Longer than the pause between two operations and between two steps
- * (sampling, batch building), far shorter than the pause between two requests. */
-enum { SPIN_NS = 100 * 1000, SPINS_PER_LOOK = 32, CACHE_LINE = 64 };
+ * (sampling, batch building), far shorter than the pause between two requests. After the first few microseconds it
+ * yields between looks, since what it waits for may need this very core. */
+enum { SPIN_NS = 100 * 1000, YIELD_NS = 5 * 1000, SPINS_PER_LOOK = 32, CACHE_LINE = 64 };
+
+/* The gate of a run: number of the run, whether it is closed, workers inside. A worker joins an open run by adding
+ * itself, and the caller closes the run when nothing is left to take, so that it waits for those inside alone: a worker
+ * whose core is busy with something else costs its share of the work, not the time until it wakes. Numbers may wrap: a
+ * worker that takes a new run for an old one does not join, no more. */
+enum { GATE_COUNT = 0xffff, GATE_CLOSED = 0x10000, GATE_RUN = 0x20000 };
 
 struct worker {
     struct dn_threads *t;
@@ -28,16 +35,15 @@ struct dn_threads {
     unsigned n;
     bool running;          /* caller only: catches nested calls */
     struct worker *worker; /* [n - 1] */
-    dn_part_fn *fn;
+    /* The run. Written by the caller while nobody is inside. */
+    dn_range_fn *fn;
     void *arg;
-    bool stop;
-    /* Changes once a run; workers wait for it to differ from what they saw last. */
-    _Alignas(CACHE_LINE) _Atomic uint32_t epoch;
-    _Atomic uint32_t sleepers;
-    /* Workers that have not finished the current run. */
-    _Alignas(CACHE_LINE) _Atomic uint32_t pending;
-    _Atomic uint32_t caller_sleeps;
-    _Alignas(CACHE_LINE) _Atomic size_t ticket; /* dn_threads_for */
+    size_t n_items, chunk;
+    _Atomic bool stop;
+    _Alignas(CACHE_LINE) _Atomic uint32_t gate;
+    _Atomic uint32_t sleepers;      /* workers that wait for the gate to change */
+    _Atomic uint32_t caller_sleeps; /* 1: the last worker to leave must wake the caller */
+    _Alignas(CACHE_LINE) _Atomic size_t ticket;
 };
 
 static void cpu_relax(void)
@@ -66,33 +72,54 @@ static void futex_wake(_Atomic uint32_t *word, int n)
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0);
 }
 
-/* Spins until *word is (or, if `equal` is false, is no longer) `value`; false when SPIN_NS have passed first. */
-static bool spin(_Atomic uint32_t *word, uint32_t value, bool equal)
+/* Spins while (*word & mask) == value; false when SPIN_NS have passed first. */
+static bool spin(_Atomic uint32_t *word, uint32_t mask, uint32_t value)
 {
-    uint64_t end = 0;
+    uint64_t start = 0, now = 0;
     for (;;) {
         for (int i = 0; i < SPINS_PER_LOOK; i++) {
-            if ((atomic_load_explicit(word, memory_order_acquire) == value) == equal)
+            if ((atomic_load_explicit(word, memory_order_acquire) & mask) != value)
                 return true;
             cpu_relax();
         }
-        uint64_t now = now_ns();
-        if (!end)
-            end = now + SPIN_NS;
-        else if (now > end)
+        now = now_ns();
+        start = start ? start : now;
+        if (now - start > SPIN_NS)
             return false;
+        if (now - start > YIELD_NS)
+            sched_yield();
     }
 }
 
-static void wait_for_epoch(struct dn_threads *t, uint32_t seen)
+/* Takes pieces until none is left. */
+static void take_pieces(struct dn_threads *t, unsigned part)
 {
-    if (spin(&t->epoch, seen, false))
+    size_t last = (t->n_items - 1) / t->chunk;
+    for (;;) {
+        size_t piece = atomic_fetch_add_explicit(&t->ticket, 1, memory_order_relaxed);
+        if (piece > last)
+            return;
+        size_t begin = piece * t->chunk, left = t->n_items - begin;
+        t->fn(t->arg, begin, begin + (left < t->chunk ? left : t->chunk), part);
+    }
+}
+
+static void leave(struct dn_threads *t)
+{
+    /* Releases what this worker wrote to the caller's load of a count of 0. */
+    uint32_t g = atomic_fetch_sub(&t->gate, 1) - 1;
+    if ((g & GATE_CLOSED) && !(g & GATE_COUNT) && atomic_exchange(&t->caller_sleeps, 0))
+        futex_wake(&t->caller_sleeps, 1);
+}
+
+static void wait_for_change(struct dn_threads *t, uint32_t g)
+{
+    if (spin(&t->gate, UINT32_MAX, g))
         return;
-    /* Sequentially consistent with the caller's "epoch, then sleepers": either it sees us asleep or we see its epoch.
-     */
+    /* Sequentially consistent with the caller's "gate, then sleepers": either it sees us asleep or we see its gate. */
     atomic_fetch_add(&t->sleepers, 1);
-    while (atomic_load(&t->epoch) == seen)
-        futex_wait(&t->epoch, seen);
+    if (atomic_load(&t->gate) == g)
+        futex_wait(&t->gate, g);
     atomic_fetch_sub(&t->sleepers, 1);
 }
 
@@ -100,87 +127,82 @@ static void *work(void *arg)
 {
     struct worker *w = arg;
     struct dn_threads *t = w->t;
-    for (uint32_t seen = 0;; seen++) {
-        wait_for_epoch(t, seen);
-        if (t->stop)
-            return NULL;
-        t->fn(t->arg, w->part, t->n);
-        /* Pairs with the caller's acquire load of 0: the part's writes are visible to it. */
-        if (atomic_fetch_sub(&t->pending, 1) == 1 && atomic_load(&t->caller_sleeps))
-            futex_wake(&t->pending, 1);
+    const uint32_t run_mask = ~(uint32_t)(GATE_COUNT | GATE_CLOSED);
+    uint32_t seen = 0;
+    while (!atomic_load_explicit(&t->stop, memory_order_acquire)) {
+        uint32_t g = atomic_load_explicit(&t->gate, memory_order_acquire);
+        if ((g & GATE_CLOSED) || (g & run_mask) == seen) {
+            wait_for_change(t, g);
+        } else if (atomic_compare_exchange_weak(&t->gate, &g, g + 1)) { /* acquires fn, arg and the rest */
+            seen = g & run_mask;
+            take_pieces(t, w->part);
+            leave(t);
+        }
     }
+    return NULL;
 }
 
-static void start_run(struct dn_threads *t)
+/* Opens the next run; nobody is inside the last one. */
+static void open_gate(struct dn_threads *t)
 {
-    atomic_store_explicit(&t->pending, t->n - 1, memory_order_relaxed);
-    atomic_fetch_add(&t->epoch, 1); /* publishes fn, arg, pending */
+    uint32_t g = atomic_load_explicit(&t->gate, memory_order_relaxed) & ~(uint32_t)(GATE_COUNT | GATE_CLOSED);
+    atomic_store(&t->gate, g + GATE_RUN); /* publishes the run */
     if (atomic_load(&t->sleepers))
-        futex_wake(&t->epoch, DN_THREADS_MAX);
+        futex_wake(&t->gate, DN_THREADS_MAX);
 }
 
-static void finish_run(struct dn_threads *t)
+static void close_gate(struct dn_threads *t)
 {
-    if (spin(&t->pending, 0, true))
-        return;
-    atomic_store(&t->caller_sleeps, 1);
-    for (uint32_t left; (left = atomic_load(&t->pending)) != 0;)
-        futex_wait(&t->pending, left);
-    atomic_store(&t->caller_sleeps, 0);
-}
-
-void dn_threads_run(struct dn_threads *t, dn_part_fn *fn, void *arg)
-{
-    DN_BUG_ON(t->running);
-    if (t->n == 1) {
-        t->running = true;
-        fn(arg, 0, 1);
-        t->running = false;
-        return;
-    }
-    t->running = true;
-    t->fn = fn;
-    t->arg = arg;
-    start_run(t);
-    fn(arg, 0, t->n);
-    finish_run(t);
-    t->running = false;
-}
-
-struct range {
-    struct dn_threads *t;
-    dn_range_fn *fn;
-    void *arg;
-    size_t n_items, chunk;
-};
-
-static void run_range(void *arg, unsigned part, unsigned n_parts)
-{
-    struct range *r = arg;
-    for (;;) {
-        size_t piece = atomic_fetch_add_explicit(&r->t->ticket, 1, memory_order_relaxed);
-        if (piece > (r->n_items - 1) / r->chunk)
-            return;
-        size_t begin = piece * r->chunk, left = r->n_items - begin;
-        r->fn(r->arg, begin, begin + (left < r->chunk ? left : r->chunk), part);
+    uint32_t g = atomic_fetch_or(&t->gate, GATE_CLOSED);
+    while (g & GATE_COUNT) {
+        if (!spin(&t->gate, UINT32_MAX, g | GATE_CLOSED)) {
+            atomic_store(&t->caller_sleeps, 1);
+            if (atomic_load(&t->gate) & GATE_COUNT)
+                futex_wait(&t->caller_sleeps, 1);
+            atomic_store(&t->caller_sleeps, 0);
+        }
+        g = atomic_load_explicit(&t->gate, memory_order_acquire);
     }
 }
 
 void dn_threads_for(struct dn_threads *t, size_t n_items, size_t chunk, dn_range_fn *fn, void *arg)
 {
-    DN_BUG_ON(chunk == 0);
+    DN_BUG_ON(chunk == 0 || t->running);
     if (n_items == 0)
         return;
+    t->running = true;
     if (t->n == 1 || n_items <= chunk) {
-        DN_BUG_ON(t->running);
-        t->running = true;
         fn(arg, 0, n_items, 0);
-        t->running = false;
-        return;
+    } else {
+        t->fn = fn;
+        t->arg = arg;
+        t->n_items = n_items;
+        t->chunk = chunk;
+        atomic_store_explicit(&t->ticket, 0, memory_order_relaxed);
+        open_gate(t);
+        take_pieces(t, 0);
+        close_gate(t);
     }
-    struct range r = {t, fn, arg, n_items, chunk};
-    atomic_store_explicit(&t->ticket, 0, memory_order_relaxed);
-    dn_threads_run(t, run_range, &r);
+    t->running = false;
+}
+
+struct parts {
+    dn_part_fn *fn;
+    void *arg;
+    unsigned n;
+};
+
+static void run_parts(void *arg, size_t begin, size_t end, unsigned thread)
+{
+    const struct parts *p = arg;
+    for (size_t i = begin; i < end; i++)
+        p->fn(p->arg, (unsigned)i, p->n);
+}
+
+void dn_threads_run(struct dn_threads *t, dn_part_fn *fn, void *arg)
+{
+    struct parts p = {fn, arg, t->n};
+    dn_threads_for(t, t->n, 1, run_parts, &p);
 }
 
 unsigned dn_threads_count(const struct dn_threads *t)
@@ -201,8 +223,9 @@ static unsigned usable_cores(void)
 static void stop_workers(struct dn_threads *t, unsigned n_started)
 {
     if (n_started) {
-        t->stop = true;
-        start_run(t);
+        atomic_store(&t->stop, true);
+        atomic_fetch_add(&t->gate, GATE_RUN); /* closed or not, it changes */
+        futex_wake(&t->gate, DN_THREADS_MAX);
         for (unsigned i = 0; i < n_started; i++)
             pthread_join(t->worker[i].thread, NULL);
     }
@@ -223,6 +246,7 @@ int dn_threads_open(unsigned n, const char *name, struct dn_threads **out, struc
         return dn_err_set(err, DN_NO_MEMORY, "no memory for %u threads", n);
     memset(t, 0, sizeof *t);
     t->n = n;
+    t->gate = GATE_CLOSED;
     t->worker = dn_alloc0(n, sizeof *t->worker);
     for (unsigned i = 0; i + 1 < n; i++) {
         struct worker *w = &t->worker[i];

@@ -2,7 +2,8 @@
  *
  * A step of a small model has some 300 such calls of 10 to 1000 µs each, so that starting and joining must cost about
  * a microsecond: between calls the threads spin for a short while (SPIN_NS in threads.c), then block on a futex, so
- * that an idle server uses no CPU. The calling thread takes part as part 0.
+ * that an idle server uses no CPU. The calling thread takes part, and a thread that gets no core in time is not waited
+ * for.
  *
  * The opener owns the struct. Only one thread may call dn_threads_run() or dn_threads_for() at a time, and not from
  * inside a part. What the caller wrote before is visible to the parts, and what they wrote to the caller afterwards.
@@ -24,7 +25,8 @@ int dn_threads_open(unsigned n, const char *name, struct dn_threads **out, struc
 void dn_threads_close(struct dn_threads *t);           /* NULL is fine; must not be running */
 unsigned dn_threads_count(const struct dn_threads *t); /* the caller's included, >= 1 */
 
-/* fn(arg, part, n_parts) for every part in 0..n_parts-1, each on its own thread. */
+/* fn(arg, part, n_parts) for every part in 0..n_parts-1, n_parts = dn_threads_count(). Parts run on threads as these
+ * become free, so that one thread may run several, one after the other: a part must not wait for another. */
 typedef void dn_part_fn(void *arg, unsigned part, unsigned n_parts);
 void dn_threads_run(struct dn_threads *t, dn_part_fn *fn, void *arg);
 

@@ -252,6 +252,12 @@ static char *name_from_path(const char *path)
     size_t begin = n;
     while (begin > 0 && path[begin - 1] != '/')
         begin--;
+    if ((n - begin == 1 && path[begin] == '.') || (n - begin == 2 && memcmp(path + begin, "..", 2) == 0)) {
+        char *whole = realpath(path, NULL);
+        char *name = whole != NULL && strlen(whole) > 1 ? name_from_path(whole) : dn_strdup("model");
+        free(whole);
+        return name;
+    }
     if (n - begin > 5 && memcmp(path + n - 5, ".gguf", 5) == 0)
         n -= 5;
     return n > begin ? dn_strndup(path + begin, n - begin) : dn_strdup("model");

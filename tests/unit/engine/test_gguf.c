@@ -287,8 +287,8 @@ static const struct {
     {"vocab_scores_u8", "tokenizer.ggml.scores\": array of u8, expected of f32", true},
     {"vocab_scores_short", "tokenizer.ggml.scores\": 2 elements, expected 8", true},
     {"vocab_tokens_not_str", "tokenizer.ggml.tokens\": array of u32, expected of string", true},
-    {"vocab_bos_oob", "", true},
-    {"vocab_merges_bad", "", true},
+    {"vocab_bos_oob", "tokenizer.ggml.bos_token_id is 99999, but there are 8 tokens", true},
+    {"vocab_merges_bad", "tokenizer.ggml.", true},
 };
 
 static void check_meaning(const char *path, size_t i)

@@ -40,6 +40,12 @@ Test(model, a_checkpoint_folder_is_described)
     tiny_file(folder, "chat_template.jinja", &b);
     cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
     cr_assert_str_eq(m->chat_template, "from a file");
+    cr_assert_str_eq(m->name, folder + 5);
+    dn_model_close(m);
+    char path[64];
+    snprintf(path, sizeof path, "%s/.", folder);
+    cr_assert_eq(dn_model_open(path, &m, &err), 0, "%s", err.text);
+    cr_assert_str_eq(m->name, folder + 5, "\"%s\" is the folder's own name, not the path's last part", m->name);
     dn_model_close(m);
     dn_buf_release(&b);
     tiny_remove(folder);

@@ -1,5 +1,6 @@
 #include "base/json.h"
 #include "engine/mapfile.h"
+#include "engine/tokenizer.h"
 #include "unit/engine/engine_fixture.h"
 
 /* tests/oracle/make_smollm2.py says what the reference holds. */
@@ -193,4 +194,42 @@ Test(smollm2, greedy_text_with_bf16_weights_is_that_of_transformers)
 Test(smollm2, greedy_text_with_the_files_own_weights_is_that_of_transformers)
 {
     follow_all(DN_WEIGHTS_AUTO, 0.5);
+}
+
+/* The model's own description, and its tokenizer through dn_model_open_tokenizer(): ids and text of the reference
+ * agree. */
+Test(smollm2, is_described_and_its_tokenizer_reads_the_reference_text)
+{
+    const char *path = smollm2_path();
+    if (path == NULL) {
+        printf("SKIPPED: SmolLM2 is neither named by DN_TEST_MODEL nor in ~/.cache/dunlin (./dev fetches it)\n");
+        return;
+    }
+    struct dn_model *m;
+    struct dn_tokenizer *t;
+    struct dn_err err = {0};
+    cr_assert_eq(dn_model_open(path, &m, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_model_open_tokenizer(m, &t, &err), 0, "%s", err.text);
+    const struct dn_hyper *h = &m->hyper;
+    cr_expect(h->arch == DN_ARCH_LLAMA && h->n_layers == 30 && h->dim == 576 && h->n_heads == 9 && h->n_kv_heads == 3);
+    cr_expect(h->head_dim == 64 && h->ff_dim == 1536 && h->n_vocab == 49152 && h->context_tokens == 8192 &&
+              h->tied_head);
+    cr_expect(m->n_eos == 1 && m->eos_id[0] == 2 && m->bos_id == 1 && !m->add_bos);
+    cr_expect_eq(m->n_params, 134515008);
+    cr_expect_str_eq(m->type_text, "GGUF Q4_1");
+    cr_expect_eq(dn_model_kv_bytes(m, false), 23040);
+    json_t *reference = read_reference(), *prompt;
+    size_t p;
+    json_array_foreach(json_object_get(reference, "prompts"), p, prompt)
+    {
+        int32_t id[128];
+        uint32_t n = read_ids(json_object_get(prompt, "greedy"), id, 128);
+        struct dn_buf text = {0};
+        dn_tokenizer_decode(t, id, n, false, &text);
+        cr_expect_str_eq(dn_buf_str(&text), json_string_value(json_object_get(prompt, "text")));
+        dn_buf_release(&text);
+    }
+    json_decref(reference);
+    dn_tokenizer_close(t);
+    dn_model_close(m);
 }

@@ -24,7 +24,8 @@ Test(tiny, is_the_same_file_everywhere)
     for (uint64_t i = 0; i < map.bytes; i++)
         h = (h ^ map.data[i]) * 0x100000001b3u;
     cr_assert_lt(map.bytes, 400000);
-    cr_assert_eq(h, 0x86f1245da85118fbull, "fnv1a64 %llx of %llu bytes", (unsigned long long)h, (unsigned long long)map.bytes);
+    cr_assert_eq(h, 0x86f1245da85118fbull, "fnv1a64 %llx of %llu bytes", (unsigned long long)h,
+                 (unsigned long long)map.bytes);
     dn_mapfile_release(&map);
     unlink(path);
 }

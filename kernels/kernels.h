@@ -39,7 +39,10 @@ enum dn_weight_format {
 
 enum dn_kv_format {
     DN_KV_BF16,
-    DN_KV_FP8, /* e4m3, saturating, one f32 scale a token and KV head */
+    /* e4m3, saturating, one f32 scale a token and KV head: largest |x| / 448, 0 if all are (nearly) 0, NaN if any is
+     * NaN. Finer scales don't pay: on SmolLM2-135M with wikitext the attention output is off by 4.6 % (RMS), with a
+     * scale for every 32 values by 4.4 %, at 6 % more bytes; what limits it is the 3 bits of fraction. BF16: 0.35 %. */
+    DN_KV_FP8,
     DN_KV_FORMATS
 };
 const char *dn_weight_format_name(enum dn_weight_format f); /* "bf16" "fp8" "int8" "int4": policies, config, metrics */

@@ -240,6 +240,23 @@ struct tile {
     const uint8_t *value[TILE / BLOCK]; /* V of each block, in its page */
 };
 
+/* Asks for the keys and values of the block at `position`. A page holds a head's keys in one short run (2 KB at 16
+ * tokens of 64 values), too short for the processor to see the stream by itself: 10 to 30 % of the time at 16,384
+ * tokens. */
+static void prefetch_block(const struct dn_attn_work *w, uint32_t position)
+{
+    const struct dn_kv_layout *l = w->layout;
+    size_t bytes = (size_t)w->head_dim * (w->format == DN_KV_FP8 ? 1 : 2);
+    const uint8_t *k = w->arena + dn_kv_page_offset(l, w->format, w->page[position / l->page_tokens]) +
+                       (uint64_t)w->layer * l->format[w->format].layer_bytes +
+                       ((size_t)w->kv_head * l->page_tokens + position % l->page_tokens) * bytes;
+    const uint8_t *v = k + l->format[w->format].v_offset;
+    for (size_t i = 0; i < BLOCK * bytes; i += 64) {
+        __builtin_prefetch(k + i, 0, 2);
+        __builtin_prefetch(v + i, 0, 2);
+    }
+}
+
 /* Loads positions [at, at + n): keys into w->kt, values into w->v or only their addresses. Keys come in whole blocks:
  * what lies behind n in the last one is stale and masked. */
 static void load_tile(const struct dn_attn_work *w, uint32_t at, uint32_t n, bool with_values, struct tile *tile)
@@ -505,6 +522,10 @@ static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_a
     for (uint32_t at = begin; at < end; at += TILE) {
         uint32_t n = end - at < TILE ? end - at : TILE;
         uint32_t t = at > w->position ? at - w->position : 0; /* first token that sees the tile */
+        if (w->n_tokens == 1) {
+            for (uint32_t ahead = at + TILE; ahead < at + 2 * TILE && ahead <= last; ahead += BLOCK)
+                prefetch_block(w, ahead);
+        }
         load_tile(w, at, n, !few, &tile);
         scores(w, t * w->group, n_rows, (n + BLOCK - 1) / BLOCK * BLOCK);
         for (uint32_t r = t * w->group; r < n_rows; r++) {

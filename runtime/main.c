@@ -8,9 +8,9 @@ static const struct {
     const char *name;
     int (*run)(int argc, char **argv);
 } command[] = {
-    {"serve", dn_cmd_serve},   {"generate", dn_cmd_generate}, {"bench", dn_cmd_bench},
-    {"show", dn_cmd_show},     {"policy", dn_cmd_policy},     {"key", dn_cmd_key},
-    {"doctor", dn_cmd_doctor}, {"tiny", dn_cmd_tiny},         {"help", dn_cmd_help},
+    {"serve", dn_cmd_serve}, {"chat", dn_cmd_chat},     {"generate", dn_cmd_generate}, {"bench", dn_cmd_bench},
+    {"show", dn_cmd_show},   {"policy", dn_cmd_policy}, {"key", dn_cmd_key},           {"doctor", dn_cmd_doctor},
+    {"tiny", dn_cmd_tiny},   {"help", dn_cmd_help},
 };
 enum { N_COMMANDS = sizeof command / sizeof *command };
 

@@ -5,6 +5,7 @@
 #define DN_CLI_CLI_H
 
 int dn_cmd_serve(int argc, char **argv);
+int dn_cmd_chat(int argc, char **argv);
 int dn_cmd_generate(int argc, char **argv);
 int dn_cmd_bench(int argc, char **argv);
 int dn_cmd_show(int argc, char **argv);

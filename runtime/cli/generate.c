@@ -46,44 +46,13 @@ static int read_prompt(const char *arg, struct dn_buf *out, struct dn_err *err)
     return 0;
 }
 
-struct options {
-    const char *max_tokens, *temperature, *top_p, *seed, *weights, *kv_dtype, *threads, *ctx;
-    bool quiet;
-};
-
-static int fill_request(const struct options *o, struct dn_request *r, struct dn_err *err)
-{
-    uint64_t seed = 0;
-    if (o->temperature)
-        r->sample.temperature = strtof(o->temperature, NULL);
-    if (o->top_p)
-        r->sample.top_p = strtof(o->top_p, NULL);
-    if (!(r->sample.temperature >= 0 && r->sample.temperature <= 2) || !(r->sample.top_p > 0 && r->sample.top_p <= 1))
-        return dn_err_set(err, DN_CONFIG, "--temperature: expected 0 to 2; --top-p: expected more than 0, up to 1");
-    if (o->seed && dn_args_uint(o->seed, "seed", 0, UINT64_MAX, false, &seed, err) != 0)
-        return -DN_CONFIG;
-    if (!o->seed)
-        dn_random_bytes(&seed, sizeof seed);
-    r->sample.seed = seed;
-    if (o->kv_dtype && dn_kv_format_parse(o->kv_dtype, &r->kv) != 0)
-        return dn_err_set(err, DN_CONFIG, "--kv-dtype %s: expected bf16 or fp8_e4m3", o->kv_dtype);
-    return 0;
-}
-
-static int generate(const struct options *o, const char *model, const char *prompt, struct dn_err *err)
+static int generate(const struct dn_local_options *o, const char *model, const char *prompt, struct dn_err *err)
 {
     struct dn_local l;
-    struct dn_pool_conf conf = {.max_sequences = 1, .weights = DN_WEIGHTS_AUTO};
-    uint64_t threads = 0, ctx = 0, max_tokens = 256;
-    int rc;
-    if ((o->threads && (rc = dn_args_uint(o->threads, "threads", 1, 1024, false, &threads, err)) != 0) ||
-        (o->ctx && (rc = dn_args_uint(o->ctx, "ctx", 16, 1 << 24, true, &ctx, err)) != 0) ||
-        (o->max_tokens && (rc = dn_args_uint(o->max_tokens, "max-tokens", 1, 1 << 24, false, &max_tokens, err)) != 0))
+    struct dn_pool_conf conf;
+    int rc = dn_local_pool_conf(o, &conf, err);
+    if (rc != 0)
         return rc;
-    if (o->weights && dn_weights_format_parse(o->weights, &conf.weights) != 0)
-        return dn_err_set(err, DN_CONFIG, "--weights %s: expected auto, bf16, fp8, int8 or int4", o->weights);
-    conf.n_threads = (unsigned)threads;
-    conf.context_tokens = (uint32_t)ctx;
     if ((rc = dn_local_open(&l, model, &conf, o->quiet, err)) != 0)
         return rc;
     struct dn_buf text = {0};
@@ -102,10 +71,12 @@ static int generate(const struct options *o, const char *model, const char *prom
     if (rc == 0 && tokens.len + 1 > context)
         rc = dn_err_set(err, DN_CONTEXT_LENGTH, "the prompt has %zu tokens, the context %u", tokens.len, context);
     if (rc == 0) {
-        uint32_t room = context - (uint32_t)tokens.len;
-        struct dn_request *r =
-            dn_local_request(tokens.data, tokens.len, room < max_tokens ? room : (uint32_t)max_tokens);
-        rc = fill_request(o, r, err);
+        uint32_t max_tokens = 0;
+        struct dn_request *r = dn_local_request(tokens.data, tokens.len, 1);
+        rc = dn_local_max_tokens(o, 256, context - (uint32_t)tokens.len, &max_tokens, err);
+        r->max_tokens = max_tokens;
+        if (rc == 0)
+            rc = dn_local_sampling(o, 0, r, err);
         if (rc == 0)
             rc = dn_local_submit(&l, r, err);
         else
@@ -128,7 +99,7 @@ int dn_cmd_generate(int argc, char **argv)
     static const char usage[] =
         "dunlin generate MODEL [PROMPT]   continue a text in this process; without PROMPT it is read\n"
         "                                 from stdin. The continuation goes to stdout\n";
-    struct options o = {0};
+    struct dn_local_options o = {0};
     const struct dn_flag flag[] = {
         {"max-tokens", "N", "longest continuation [256]", &o.max_tokens, NULL},
         {"temperature", "T", "0 takes the likeliest token [0]", &o.temperature, NULL},

@@ -10,6 +10,7 @@ static const char overview[] =
     "dunlin " DN_VERSION "  serves open models from one node, OpenAI API over HTTPS and HTTP/2\n"
     "\n"
     "  serve [MODEL]      the node\n"
+    "  chat MODEL         talk to a model in this process\n"
     "  generate MODEL     continue a text in this process\n"
     "  key add NAME       make an API key\n"
     "  tiny FILE          write the tiny model that tests use\n"

@@ -13,6 +13,19 @@ struct dn_local {
     void *ctx;
 };
 
+/* What a user may choose, as the texts of flags; NULL: not given. */
+struct dn_local_options {
+    const char *max_tokens, *temperature, *top_p, *seed, *weights, *kv_dtype, *threads, *ctx;
+    bool quiet;
+};
+/* One sequence at a time, with the weights, threads and context of o. Checks all of o. Error: names the flag. */
+int dn_local_pool_conf(const struct dn_local_options *o, struct dn_pool_conf *conf, struct dn_err *err);
+/* Sampling and KV format of o into a request; `temperature` is what holds where o has none. Error: names the flag. */
+int dn_local_sampling(const struct dn_local_options *o, float temperature, struct dn_request *r, struct dn_err *err);
+/* The most tokens to answer with: --max-tokens or `fallback`, at most `room`. Error: names the flag. */
+int dn_local_max_tokens(const struct dn_local_options *o, uint64_t fallback, uint32_t room, uint32_t *out,
+                        struct dn_err *err);
+
 /* Loads the model with a progress bar. */
 int dn_local_open(struct dn_local *l, const char *path, const struct dn_pool_conf *conf, bool quiet,
                   struct dn_err *err);

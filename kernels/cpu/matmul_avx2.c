@@ -148,15 +148,15 @@ INLINE __m256i broadcast_quad(const uint8_t *p)
     return _mm256_set1_epi32(quad);
 }
 
-/* Adds the products of nibbles and activations in 16 bits: a lane gets at most 16 products of 15 * 127 in a group,
- * 30,480. */
+/* Adds the products of nibbles and activations in 16 bits: a lane gets at most 16 products of 15 * 128 in a group,
+ * 30,720. */
 INLINE __m256i add_quad(__m256i sum, __m256i nibbles, __m256i a)
 {
     return _mm256_add_epi16(sum, _mm256_maddubs_epi16(nibbles, a));
 }
 
 /* Sums of products of one group for n rows of activations, 8 rows of weights. INT8: the low and the high nibble of each
- * unsigned weight have sums of their own, since 255 * 127 * 2 does not fit in 16 bits. */
+ * unsigned weight have sums of their own, since 255 * 128 * 2 does not fit in 16 bits. */
 INLINE void dot_group(const uint8_t *data, const uint8_t *act, enum int_kind kind, const int n, __m256i dot[PART])
 {
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
@@ -171,7 +171,7 @@ INLINE void dot_group(const uint8_t *data, const uint8_t *act, enum int_kind kin
         __m256i v0 = _mm256_and_si256(v, low), v1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
         UNROLL
         for (int m = 0; m < n; m++) {
-            const uint8_t *q = act + m * DN_GROUP + 4 * j;
+            const uint8_t *q = act + m * DN_ACT_BYTES + 4 * j;
             __m256i a = broadcast_quad(q);
             lo[m] = add_quad(lo[m], v0, a);
             if (kind == INT8)
@@ -202,13 +202,15 @@ INLINE void int_rows(const struct part *p, const int n, const enum int_kind kind
         sum[m] = _mm256_setzero_ps();
     for (uint32_t k = 0; k < t->n_in; k += DN_GROUP) {
         prefetch_lines(p, next, lines);
-        const float *act_scale = (const float *)(act + stride * DN_GROUP) + p->m0;
-        __m256i dot[PART];
-        dot_group(data, act + p->m0 * DN_GROUP, kind, n, dot);
+        const float *act_scale = (const float *)(act + stride * DN_ACT_BYTES) + p->m0;
+        const uint8_t *high = act + p->m0 * DN_ACT_BYTES;
+        __m256i dot[PART], low[PART];
+        dot_group(data, high, kind, n, dot);
+        dot_group(data, high + DN_GROUP, kind, n, low);
         __m256 ws = load_scale(scale, t->scale_is_bf16), wo = kind == INT4 ? load_scale(offset, t->scale_is_bf16) : ws;
         UNROLL
         for (int m = 0; m < n; m++) {
-            __m256i d = dot[m];
+            __m256i d = _mm256_add_epi32(_mm256_slli_epi32(dot[m], 8), low[m]);
             if (kind != INT4)
                 d = _mm256_add_epi32(d, broadcast_quad((const uint8_t *)(act_scale + stride + m)));
             __m256 s = _mm256_mul_ps(ws, _mm256_broadcast_ss(act_scale + m));
@@ -286,17 +288,27 @@ INLINE int32_t reduce_add(__m256i v)
     return _mm_cvtsi128_si32(s);
 }
 
-/* 32 values times `inverse`, to 8 bits in order; returns their sum. */
-INLINE int32_t round_group(const float *x, float inverse, int8_t *out)
+/* 32 values, to 8 bits in order. */
+INLINE void store_bytes(const __m256i q[4], int8_t *out)
 {
-    __m256i q[4];
-    UNROLL
-    for (int i = 0; i < 4; i++)
-        q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse)));
     /* Packing works within 128-bit lanes; the permutation puts the 32-bit pieces back in order. */
     __m256i b = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
     b = _mm256_permutevar8x32_epi32(b, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     _mm256_storeu_si256((__m256i *)out, b);
+}
+
+/* 32 values times `inverse`, to their high and low halves; returns their sum. */
+INLINE int32_t round_group(const float *x, float inverse, int8_t *out)
+{
+    __m256i q[4], high[4], low[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse)));
+        high[i] = _mm256_srai_epi32(_mm256_add_epi32(q[i], _mm256_set1_epi32(128)), 8);
+        low[i] = _mm256_sub_epi32(q[i], _mm256_slli_epi32(high[i], 8));
+    }
+    store_bytes(high, out);
+    store_bytes(low, out + DN_GROUP);
     return reduce_add(_mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])));
 }
 
@@ -304,7 +316,7 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
 {
     const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
     for (uint32_t g = 0; g < n_in / DN_GROUP; g++, out += (size_t)n_rows * DN_ACT_GROUP_BYTES) {
-        float *scale = (float *)(out + n_rows * DN_GROUP);
+        float *scale = (float *)(out + n_rows * DN_ACT_BYTES);
         for (uint32_t m = 0; m < n_rows; m++) {
             const float *x = a + (size_t)m * n_in + g * DN_GROUP;
             /* As bits: a NaN is larger than infinity, infinity larger than all numbers. */
@@ -317,13 +329,13 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
             float amax;
             memcpy(&amax, &top_bits, sizeof amax);
             bool finite = top_bits < 0x7f800000, counts = finite && amax >= DN_ACT_TINY;
-            scale[m] = counts ? amax / 127 : finite ? 0 : NAN;
-            int8_t *q = (int8_t *)out + m * DN_GROUP;
+            scale[m] = counts ? amax / DN_ACT_MAX : finite ? 0 : NAN;
+            int8_t *q = (int8_t *)out + m * DN_ACT_BYTES;
             int32_t sum = 0;
             if (counts)
-                sum = round_group(x, 127 / amax, q);
+                sum = round_group(x, DN_ACT_MAX / amax, q);
             else
-                memset(q, 0, DN_GROUP);
+                memset(q, 0, DN_ACT_BYTES);
             int32_t start = -zero * sum;
             if (zero)
                 memcpy(&scale[n_rows + m], &start, sizeof start);

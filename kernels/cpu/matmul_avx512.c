@@ -221,7 +221,7 @@ INLINE void dot_quad(const uint8_t *act, const int at, const int nb, const int n
 {
     UNROLL
     for (int m = 0; m < n; m++) {
-        __m512i a = broadcast_quad(act + m * DN_GROUP + 4 * at);
+        __m512i a = broadcast_quad(act + m * DN_ACT_BYTES + 4 * at);
         __asm__("" : "+v"(a)); /* broadcast() */
         UNROLL
         for (int b = 0; b < nb; b++)
@@ -295,15 +295,22 @@ INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const e
             sum[b][m] = _mm512_setzero_ps();
     }
     for (uint32_t k = 0; k < t->n_in; k += DN_GROUP) {
-        const float *act_scale = (const float *)(act + n * DN_GROUP);
+        const float *act_scale = (const float *)(act + n * DN_ACT_BYTES);
         __m512i dot[BLOCKS][DN_TILE_ROWS];
         UNROLL
-        for (int m = 0; m < n; m++) {
-            __m512i start =
-                kind == INT4 ? _mm512_setzero_si512() : broadcast_quad((const uint8_t *)(act_scale + n + m));
-            dot[0][m] = dot[1][m] = start;
-        }
+        for (int m = 0; m < n; m++)
+            dot[0][m] = dot[1][m] = _mm512_setzero_si512();
         dot_group(data, data_bytes, act, nb, n, nibbles, dot);
+        UNROLL
+        for (int m = 0; m < n; m++) {
+            UNROLL
+            for (int b = 0; b < nb; b++) {
+                dot[b][m] = _mm512_slli_epi32(dot[b][m], 8);
+                if (kind != INT4)
+                    dot[b][m] = _mm512_add_epi32(dot[b][m], broadcast_quad((const uint8_t *)(act_scale + n + m)));
+            }
+        }
+        dot_group(data, data_bytes, act + DN_GROUP, nb, n, nibbles, dot);
         for (size_t i = 0; nb > 1 && i < next_step; i += 64)
             _mm_prefetch((const char *)next + i, _MM_HINT_T1);
         UNROLL
@@ -432,7 +439,7 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
 {
     const __m512i no_sign = _mm512_set1_epi32(0x7fffffff);
     for (uint32_t g = 0; g < n_in / DN_GROUP; g++, out += (size_t)n_rows * DN_ACT_GROUP_BYTES) {
-        float *scale = (float *)(out + n_rows * DN_GROUP);
+        float *scale = (float *)(out + n_rows * DN_ACT_BYTES);
         for (uint32_t m = 0; m < n_rows; m++) {
             const float *x = a + (size_t)m * n_in + g * DN_GROUP;
             __m512 x0 = _mm512_loadu_ps(x), x1 = _mm512_loadu_ps(x + 16);
@@ -444,14 +451,20 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
             memcpy(&amax, &top_bits, sizeof amax);
             bool finite = top_bits < 0x7f800000, counts = finite && amax >= DN_ACT_TINY;
             if (counts)
-                inverse = 127 / amax;
-            scale[m] = counts ? amax / 127 : finite ? 0 : NAN;
+                inverse = DN_ACT_MAX / amax;
+            scale[m] = counts ? amax / DN_ACT_MAX : finite ? 0 : NAN;
             __mmask16 keep = counts ? 0xffff : 0;
             __m512i q0 = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(x0, _mm512_set1_ps(inverse))),
                     q1 = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(x1, _mm512_set1_ps(inverse)));
-            int8_t *q = (int8_t *)out + m * DN_GROUP;
-            _mm_storeu_si128((__m128i *)q, _mm512_cvtsepi32_epi8(q0));
-            _mm_storeu_si128((__m128i *)(q + 16), _mm512_cvtsepi32_epi8(q1));
+            const __m512i half = _mm512_set1_epi32(128);
+            __m512i h0 = _mm512_srai_epi32(_mm512_add_epi32(q0, half), 8),
+                    h1 = _mm512_srai_epi32(_mm512_add_epi32(q1, half), 8);
+            int8_t *q = (int8_t *)out + m * DN_ACT_BYTES;
+            _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8(h0));
+            _mm_storeu_si128((__m128i *)(q + 16), _mm512_cvtepi32_epi8(h1));
+            /* The low bytes as they are: q - 256 * high lies in -128..127. */
+            _mm_storeu_si128((__m128i *)(q + 32), _mm512_cvtepi32_epi8(q0));
+            _mm_storeu_si128((__m128i *)(q + 48), _mm512_cvtepi32_epi8(q1));
             int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(q0, q1)), start = -zero * sum;
             if (zero)
                 memcpy(&scale[n_rows + m], &start, sizeof start);

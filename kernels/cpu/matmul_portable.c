@@ -92,7 +92,7 @@ static inline void block_int(const struct dn_tile *t, enum int_kind kind)
     float sum[DN_TILE_ROWS][DN_BLOCK_ROWS] = {0};
     for (uint32_t g = 0; g < n_groups; g++) {
         const uint8_t *act = t->act + (size_t)g * n * DN_ACT_GROUP_BYTES;
-        const float *scale = (const float *)(act + n * DN_GROUP);
+        const float *scale = (const float *)(act + n * DN_ACT_BYTES);
         const uint16_t *w_scale = (const uint16_t *)t->block + g * DN_BLOCK_ROWS;
         const uint16_t *w_offset = (const uint16_t *)(t->block + t->offset_at) + g * DN_BLOCK_ROWS;
         float ws[DN_BLOCK_ROWS], wo[DN_BLOCK_ROWS] = {0};
@@ -102,14 +102,17 @@ static inline void block_int(const struct dn_tile *t, enum int_kind kind)
                 wo[r] = dn_scale16_to_f32(w_offset[r], t->scale_is_bf16);
         }
         for (uint32_t m = 0; m < n; m++) {
-            int32_t dot[DN_BLOCK_ROWS], start = kind == INT4 ? 0 : ((const int32_t *)(scale + n))[m];
-            for (int r = 0; r < DN_BLOCK_ROWS; r++)
-                dot[r] = start;
-            const int8_t *q = (const int8_t *)act + m * DN_GROUP;
-            if (kind == INT8)
-                dot_int8(t->block + t->data_at + g * group_bytes, q, dot);
-            else
-                dot_int4(t->block + t->data_at + g * group_bytes, q, dot);
+            int32_t dot[DN_BLOCK_ROWS] = {0}, third = kind == INT4 ? 0 : ((const int32_t *)(scale + n))[m];
+            const int8_t *q = (const int8_t *)act + m * DN_ACT_BYTES;
+            const uint8_t *data = t->block + t->data_at + g * group_bytes;
+            for (int half = 0; half < 2; half++, q += DN_GROUP) {
+                if (kind == INT8)
+                    dot_int8(data, q, dot);
+                else
+                    dot_int4(data, q, dot);
+                for (int r = 0; half == 0 && r < DN_BLOCK_ROWS; r++)
+                    dot[r] = dot[r] * 256 + third;
+            }
             for (int r = 0; r < DN_BLOCK_ROWS; r++) {
                 sum[m][r] += (float)dot[r] * (ws[r] * scale[m]);
                 if (kind == INT4)
@@ -166,10 +169,10 @@ static inline int32_t to_int(float x)
 static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_t *out)
 {
     for (uint32_t g = 0; g < n_in / DN_GROUP; g++, out += (size_t)n_rows * DN_ACT_GROUP_BYTES) {
-        float *scale = (float *)(out + n_rows * DN_GROUP);
+        float *scale = (float *)(out + n_rows * DN_ACT_BYTES);
         for (uint32_t m = 0; m < n_rows; m++) {
             const float *x = a + (size_t)m * n_in + g * DN_GROUP;
-            int8_t *q = (int8_t *)out + m * DN_GROUP;
+            int8_t *q = (int8_t *)out + m * DN_ACT_BYTES;
             uint32_t top = 0; /* as bits: a NaN is larger than infinity, infinity larger than all numbers */
             for (int i = 0; i < DN_GROUP; i++) {
                 uint32_t u = dn_f32_bits(x[i]) & 0x7fffffff;
@@ -179,13 +182,15 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
             if (top >= 0x7f800000) {
                 scale[m] = NAN;
             } else {
-                inverse = amax < DN_ACT_TINY ? 0 : 127 / amax;
-                scale[m] = amax < DN_ACT_TINY ? 0 : amax / 127;
+                inverse = amax < DN_ACT_TINY ? 0 : DN_ACT_MAX / amax;
+                scale[m] = amax < DN_ACT_TINY ? 0 : amax / DN_ACT_MAX;
             }
             int32_t sum = 0;
             for (int i = 0; i < DN_GROUP; i++) {
-                q[i] = inverse != 0 ? (int8_t)to_int(x[i] * inverse) : 0;
-                sum += q[i];
+                int32_t v = inverse != 0 ? to_int(x[i] * inverse) : 0, high = (v + 128) >> 8;
+                q[i] = (int8_t)high;
+                q[DN_GROUP + i] = (int8_t)(v - high * 256);
+                sum += v;
             }
             if (zero)
                 ((int32_t *)(scale + n_rows))[m] = -zero * sum;

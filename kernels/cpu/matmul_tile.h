@@ -30,7 +30,8 @@ struct dn_tile {
 
 typedef void dn_tile_fn(const struct dn_tile *t);
 
-/* n_rows rows of activations to s8, into one tile. zero is 128, 8 or 0: what is subtracted from the stored weight. */
+/* n_rows rows of activations to 16 bits, into one tile. zero is 128, 8 or 0: what is subtracted from the stored weight.
+ */
 typedef void dn_act_fn(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_t *act);
 
 /* Unpacks the weights of t's blocks for several tiles: INT4 to the data of an INT8 block (with codes 0..15), FP8 to

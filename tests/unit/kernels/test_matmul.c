@@ -6,11 +6,11 @@
  * interleaved chains of K / 2 (BF16) or of 64 in each of K / 128 blocks (FP8), each product rounded once more without
  * FMA, a few roundings at the end (joining the chains, the scale, the bias): (K / 2 + 8) u S.
  *
- * INT8, INT4: the test rounds the activations by the documented rule (scale = amax / 127 and q = rint(a * (127 / amax))
- * in f32). Products within a group are exact, so that each of G = K / 32 groups adds the rounding of two scales'
- * product, of the product with it, of the sum, and as much for the offset: (2 G + 8) u S, S with the rounded
- * activations. Against the true activations: each errs by at most amax / 254 (1 + 2^-22), so that the output errs by at
- * most the sum over groups of amax / 254 * sum of |w| more.
+ * INT8, INT4: the test rounds the activations by the documented rule (scale = amax / 32512, q = rint(a * (32512 /
+ * amax)) in f32). Products within a group are exact in 32-bit integers, so that each of G = K / 32 groups adds the
+ * rounding of its sum to f32, of two scales' product, of the product with it, of the sum, and as much for the offset:
+ * (3 G + 8) u S, S with the rounded activations. Against the true activations: each errs by at most amax / 65024 (1 +
+ * 2^-22), so that the output errs by at most the sum over groups of amax / 65024 * sum of |w| more.
  */
 static const double u = 0x1p-24;
 
@@ -40,9 +40,9 @@ static struct used round_activations(const struct weights *w, const float *a)
             for (uint32_t i = k; i < k + 32; i++)
                 amax = fmaxf(amax, fabsf(a[i]));
         }
-        float scale = amax / 127, inverse = 127 / amax;
+        float scale = amax / 32512, inverse = 32512 / amax;
         r.x[k] = amax > 0x1p-100f ? (double)rintf(a[k] * inverse) * scale : 0;
-        r.error[k] = amax / 254 * (1 + 0x1p-22);
+        r.error[k] = amax / 65024 * (1 + 0x1p-22);
     }
     return r;
 }
@@ -60,7 +60,7 @@ static struct expected expect_used(const struct weights *w, const float *a, cons
         true_sum += v[k] * a[k];
         rounding += r->error[k] * fabs(v[k]);
     }
-    double n = ints ? 2.0 * n_in / 32 + 8 : n_in / 2.0 + 8;
+    double n = ints ? 3.0 * n_in / 32 + 8 : n_in / 2.0 + 8;
     return (struct expected){sum, n * u * s, true_sum, n * u * s + rounding};
 }
 

@@ -320,7 +320,8 @@ int dn_conf_check(const struct dn_conf *c, struct dn_conf_errors *errors)
     }
     if (!*c->keys && !dn_conf_is_loopback(c->listen)) {
         snprintf(text, sizeof text,
-                 "listen = \"%.80s\": not loopback, and there are no keys: anyone could use this node (set keys)",
+                 "listen = \"%.80s\": not loopback, and there are no keys: anyone could use this node (set keys; "
+                 "dunlin key add NAME makes one)",
                  c->listen);
         wrong(c, errors, "listen", text);
     }

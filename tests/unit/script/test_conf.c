@@ -158,9 +158,10 @@ Test(conf, wrong_types_are_named)
 
 Test(conf, values_that_do_not_fit_together_are_refused)
 {
-    refuse("return {\n listen = '0.0.0.0:8443' }", "node.lua:2: listen = \"0.0.0.0:8443\": not loopback, and there are "
-                                                   "no keys: anyone could use this node (set keys)\n"
-                                                   "1 error in 1 file.\n");
+    refuse("return {\n listen = '0.0.0.0:8443' }",
+           "node.lua:2: listen = \"0.0.0.0:8443\": not loopback, and there are "
+           "no keys: anyone could use this node (set keys; dunlin key add NAME makes one)\n"
+           "1 error in 1 file.\n");
     refuse("return {\n cleartext = '10.0.0.1:80' }",
            "node.lua:2: cleartext = \"10.0.0.1:80\": plain HTTP is served on loopback only\n1 error in 1 file.\n");
     refuse("return {\n tls = {\n cert = 'a.pem' } }",

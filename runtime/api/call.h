@@ -22,8 +22,8 @@ struct dn_call {
     enum dn_endpoint endpoint;
     const struct dn_key *key; /* NULL without keys */
     bool on_worker, has_params, admitted, submitted, finished, streaming, paused;
-    int status;             /* of the answer, for the log */
-    const char *error_code; /* NULL: none */
+    int status;                                            /* of the answer, for the log */
+    const char *error_code;                                /* NULL: none */
     char reject_code[sizeof((struct dn_reject *)0)->code]; /* a policy's own */
 
     struct dn_buf body; /* copy of the request's body while a worker has it */

@@ -326,7 +326,8 @@ static void on_loop_stop(struct dn_loop *loop, void *loop_user)
     struct dn_api_loop *l = loop_user;
     dn_policy_vm_close(l->policy);
     free(l->call);
-    free(l);
+    l->call = NULL;
+    l->n_slots = 0; /* l itself stays until dn_api_close: the scheduler may still be about to deliver to it */
 }
 
 static void on_gone(struct dn_loop *loop, struct dn_http_req *req, void *loop_user)
@@ -426,6 +427,8 @@ void dn_api_open(struct dn_node *node)
 void dn_api_close(struct dn_node *node)
 {
     dn_api_stats_close(node->stats);
+    for (uint32_t i = 0; node->loop && i < node->n_loops; i++)
+        free(node->loop[i]);
     free(node->loop);
     node->stats = NULL;
     node->loop = NULL;

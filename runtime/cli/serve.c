@@ -98,7 +98,7 @@ static void choose_model(struct server *s, const char *file, const struct model_
                           "no model: name a file (dunlin serve MODEL), or one in models of the configuration");
         return;
     } else {
-        dn_conf_error_add(errors, where, c->model[1].line,
+        dn_conf_error_add(errors, where, c->model ? c->model->line : 0,
                           "models: this version serves one model a process; name one of the %zu: dunlin serve NAME",
                           c->n_models);
         return;

@@ -357,7 +357,7 @@ static void set_port(struct sockaddr_storage *addr, uint16_t port)
 
 static uint16_t port_of(int fd)
 {
-    struct sockaddr_storage addr;
+    struct sockaddr_storage addr = {0};
     socklen_t len = sizeof addr;
     if (getsockname(fd, (struct sockaddr *)&addr, &len))
         return 0;

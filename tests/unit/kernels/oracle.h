@@ -1,7 +1,8 @@
 /* The naive oracle of kernels/kernels.h in float64, and what the kernel tests share: random numbers, a device with a KV
  * arena, steps. Written from the definitions, not from the kernels: formats by ldexp, no tiles, no tricks.
  *
- * Everything is static and belongs to the test that includes it. Seeds are fixed (rng_state), so that a failure repeats.
+ * Everything is static and belongs to the test that includes it. Seeds are fixed (rng_state), so that a failure
+ * repeats.
  */
 #ifndef DN_TESTS_KERNELS_ORACLE_H
 #define DN_TESTS_KERNELS_ORACLE_H

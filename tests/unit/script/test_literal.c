@@ -61,8 +61,8 @@ Test(literal, agrees_with_lua)
         "return {}",
         "return { 1, 2.5, -3, .5, 5., 1e3, 1E-2, 0x1F, -0x10, 1e+2 }",
         "return { a = 1, ['b c'] = 2; [\"d\"] = { e = { f = true, g = false } }, }",
-        "return { 'a\\nb\\t\\\\\\'\\\"\\065\\0z', \"it's\", [[long]], [==[a]]b]==], [[\nfirst newline is dropped\n]], "
-        "'\\\nx' }",
+        ("return { 'a\\nb\\t\\\\\\'\\\"\\065\\0z', \"it's\", [[long]], [==[a]]b]==], [[\nfirst newline is dropped\n]], "
+         "'\\\nx' }"),
         "-- comment\nreturn --[[ long\ncomment ]] { -- x\n 1, --[==[ ]] ]==] 2 --[not long\n}",
         "return { a = 1, 2, b = 3, 4 };",
         "return{a=1}",

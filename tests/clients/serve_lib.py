@@ -91,9 +91,25 @@ class H2:
         head = [(":method", "POST"), (":path", path), (":scheme", "https"), (":authority", "127.0.0.1"),
                 ("content-type", "application/json")]
         self.h2.send_headers(stream_id, head + ([("authorization", f"Bearer {key}")] if key else []))
-        self.h2.send_data(stream_id, json.dumps(body).encode(), end_stream=True)
-        self.flush()
+        data = json.dumps(body).encode()
+        while data:
+            n = min(len(data), self.h2.local_flow_control_window(stream_id), 16384)
+            if n == 0:
+                self.receive()
+                continue
+            self.h2.send_data(stream_id, data[:n], end_stream=n == len(data))
+            self.flush()
+            data = data[n:]
         return stream_id
+
+    def receive(self):
+        data = self.sock.recv(65536)
+        assert data, "the connection was closed"
+        for e in self.h2.receive_data(data):
+            if isinstance(e, h2.events.DataReceived):
+                self.h2.acknowledge_received_data(e.flow_controlled_length, e.stream_id)
+            self.events.append(e)
+        self.flush()
 
     def wait(self, kind, stream_id=None):
         """The next event of a kind, of a stream if given."""
@@ -101,13 +117,7 @@ class H2:
             for i, e in enumerate(self.events):
                 if isinstance(e, kind) and stream_id in (None, getattr(e, "stream_id", None)):
                     return self.events.pop(i)
-            data = self.sock.recv(65536)
-            assert data, "the connection was closed"
-            for e in self.h2.receive_data(data):
-                if isinstance(e, h2.events.DataReceived):
-                    self.h2.acknowledge_received_data(e.flow_controlled_length, e.stream_id)
-                self.events.append(e)
-            self.flush()
+            self.receive()
 
     def body(self, stream_id):
         """All of an answer's body."""
@@ -265,6 +275,15 @@ class Node:
         r = self.post("/tokenize", {"model": self.model, **body})
         assert r.status_code == 200, r.text
         return r.json()["tokens"]
+
+
+def start_h1(node, body):
+    """Sends a request on a raw connection of its own."""
+    s = node.socket()
+    text = json.dumps(body)
+    s.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+              f"content-length: {len(text)}\r\n\r\n{text}".encode())
+    return s
 
 
 def read_sse(response):

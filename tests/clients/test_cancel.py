@@ -9,7 +9,7 @@ import h2.events
 import httpx
 import openai
 import pytest
-from serve_lib import H2, Node
+from serve_lib import H2, Node, start_h1
 
 LONG = {"model": "tiny", "prompt": "the sea", "max_tokens": 4000, "ignore_eos": True, "temperature": 1, "seed": 1}
 
@@ -35,15 +35,6 @@ def _nothing_is_left(node):
 
 def cancelled(node):
     return node.metrics().get('dunlin_requests_finished_total{model="tiny",reason="cancelled"}', 0)
-
-
-def start_h1(node, body):
-    """Sends a request on a raw connection of its own."""
-    s = node.socket()
-    text = json.dumps(body)
-    s.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
-              f"content-length: {len(text)}\r\n\r\n{text}".encode())
-    return s
 
 
 def reset(sock):
@@ -192,3 +183,18 @@ def test_aborts_at_any_moment_leave_nothing_behind(node):
     with pytest.raises(httpx.ReadTimeout):
         with node.http(timeout=0.2) as http:
             http.post("/v1/completions", json=LONG)
+
+
+def test_leaving_while_a_worker_reads_the_request_is_survived(node):
+    """Bodies above 64 KiB are parsed, and all are tokenized, away from the event loop."""
+    body = {"model": "tiny", "prompt": "the sea " * 40000, "max_tokens": 1}
+    for delay in (0, 0, 0.001, 0.002, 0.005, 0.01) * 3:
+        s = start_h1(node, body)
+        threading.Event().wait(delay)
+        reset(s)
+    connection = H2(node)
+    for i in range(12):
+        connection.reset(connection.post("/tokenize" if i % 2 else "/v1/chat/completions", {
+            "model": "tiny", "prompt": "the sea " * 20000} if i % 2 else {
+            "model": "tiny", "messages": [{"role": "user", "content": "the sea " * 20000}]}))
+    connection.close()

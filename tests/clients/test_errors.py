@@ -4,8 +4,9 @@ import os
 import re
 import time
 
+import openai
 import pytest
-from serve_lib import SHARED_DATA, Node, is_error, stream_text, read_sse
+from serve_lib import SHARED_DATA, Node, is_error, read_sse, stream_text, tiny_model, write
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -65,6 +66,20 @@ def test_what_is_too_long_names_both_numbers(node, http):
     r = http.post(COMPLETIONS, json={"model": "tiny", "prompt": [5] * 4090, "max_tokens": 6, "ignore_eos": True})
     assert r.status_code == 200 and r.json()["usage"]["total_tokens"] == 4096, "what just fits is served"
     is_error(http.post(COMPLETIONS, json={"model": "tiny", "prompt": [5] * 4090, "max_tokens": 7}), 400)
+
+
+def test_the_openai_package_raises_what_it_promises(node):
+    with node.openai() as client:
+        with pytest.raises(openai.NotFoundError) as e:
+            client.chat.completions.create(model="x", messages=HELLO)
+        assert (e.value.code, e.value.param, e.value.type) == ("model_not_found", "model", "invalid_request_error")
+        assert "tiny" in e.value.message and e.value.request_id
+        with pytest.raises(openai.BadRequestError) as e:
+            client.chat.completions.create(model="tiny", messages=HELLO, n=2)
+        assert (e.value.code, e.value.param) == ("unsupported_parameter", "n")
+        with pytest.raises(openai.BadRequestError) as e:
+            client.chat.completions.create(model="tiny", messages=HELLO, stream=True, temperature=9)
+        assert e.value.param == "temperature"
 
 
 REFUSED = [ # (parameter, value) that a chat request may not have, with the parameter that the error must name
@@ -130,6 +145,27 @@ def test_strict_nodes_refuse_unknown_parameters():
         body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
         assert node.post(COMPLETIONS, body).status_code == 200
         is_error(node.post(COMPLETIONS, {**body, "temprature": 1}), 400, "unknown_parameter", words=["temprature"])
+
+
+@pytest.mark.parametrize("template,words", [
+    ("{{ raise_exception('roles must alternate') }}", ["roles must alternate"]),
+    ("{% for i in range(100000) %}{% for k in range(100000) %}{% endfor %}{% endfor %}", []),
+    ("{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}ok", None),
+], ids=["raises", "loops", "raises-for-some"])
+def test_a_template_that_refuses_the_messages_is_a_400(template, words):
+    path = write("template.jinja", template)
+    conf = f'  models = {{ custom = {{ path = "{tiny_model()}", template = "{path}" }} }},\n  engine = {{ threads = 1 }},'
+    try:
+        node = Node(model="custom", name="tiny", conf=conf)
+    except AssertionError as e: # a template that does not end may be refused at the start as well
+        assert words == [] and "template" in str(e)
+        return
+    with node:
+        messages = [{"role": "user", "content": "bad"}]
+        is_error(node.post(CHAT, {"model": "tiny", "messages": messages}), 400, "template_error", words=words or ["no"])
+        if words is None:
+            assert node.chat("good")["choices"]
+        assert node.text()
 
 
 # ---- Requests of public bug reports

@@ -233,6 +233,30 @@ def test_a_prompt_can_be_scored_without_an_answer(node):
     is_error(node.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 0}), 400, param="max_tokens")
 
 
+def test_a_stream_with_stop_and_logprobs_is_the_whole_answer(node, http):
+    body = dict(prompt="the sea", temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
+    full = node.text(**body)
+    for stop in (full[20:29], full[50:51], "not there"):
+        whole = node.complete(**body, stop=stop)
+        events = stream(http, "/v1/completions", {"model": "tiny", **body, "stop": stop})
+        merged = {}
+        for e in events:
+            for name, values in (e["choices"][0]["logprobs"] or {}).items():
+                merged[name] = merged.get(name, []) + values
+        assert merged == whole["choices"][0]["logprobs"]
+        assert stream_text(events) == whole["choices"][0]["text"]
+        assert whole["usage"]["completion_tokens"] == len(merged["tokens"])
+
+
+def test_an_echo_is_streamed_whole_and_no_stop_string_is_sought_in_it(node, http):
+    for params in ({}, {"logprobs": 1}, {"stop": "sea"}, {"max_tokens": 1}):
+        body = dict(prompt="the sea and the shore", temperature=0, max_tokens=12, echo=True, ignore_eos=True)
+        body.update(params)
+        whole = node.complete(**body)["choices"][0]
+        assert whole["text"].startswith(body["prompt"])
+        assert stream_text(stream(http, "/v1/completions", {"model": "tiny", **body})) == whole["text"]
+
+
 # ---- Prompts
 
 

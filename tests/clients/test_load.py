@@ -1,0 +1,101 @@
+"""More than fits at once: everything is answered rightly, waits in order, or is refused as it should."""
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+from serve_lib import Node, is_error, start_h1
+
+BODY = {"model": "tiny", "ignore_eos": True, "temperature": 1}
+
+
+def answers(node, bodies, http2=True, clients=4):
+    """The texts of many requests at once, spread over a few connections (httpx opens more for HTTP/1.1)."""
+    async def go():
+        pools = [node.http_async(http2=http2, timeout=120) for _ in range(clients)]
+        try:
+            return await asyncio.gather(*[pools[i % clients].post("/v1/completions", json=b)
+                                          for i, b in enumerate(bodies)])
+        finally:
+            for p in pools:
+                await p.aclose()
+
+    results = asyncio.run(go())
+    assert [r.status_code for r in results] == [200] * len(bodies), [r.text[:200] for r in results if r.status_code != 200]
+    return [r.json()["choices"][0]["text"] for r in results]
+
+
+def test_more_than_memory_holds_is_answered_as_if_alone():
+    """About ten of the sixty fit at once."""
+    bodies = [{**BODY, "prompt": f"flock {i} over the grey sea " * (1 + i % 20), "max_tokens": 100 + 7 * i, "seed": i}
+              for i in range(60)]
+    with Node("--kv-memory", "2MiB", "--ctx", "2048") as node:
+        alone = [answers(node, [b])[0] for b in bodies[::6]]
+        got = answers(node, bodies)
+        assert got[::6] == alone
+        metrics = node.metrics()
+        assert metrics["dunlin_requests_running"] == metrics["dunlin_kv_usage_ratio"] == 0
+        assert metrics["dunlin_integrity_violations_total"] == 0
+    with Node(conf="  loops = 3,\n  engine = { threads = 2, max_sequences = 64 },") as wide:
+        assert answers(wide, bodies, http2=False, clients=8) == got, "another memory, more loops, HTTP/1.1: same answers"
+
+
+def test_a_full_queue_is_503_with_retry_after():
+    conf = "  engine = { max_sequences = 1, threads = 1 },\n  queue = { limit = 2 },"
+    with Node(conf=conf) as node:
+        running = start_h1(node, {**BODY, "prompt": "a", "max_tokens": 4000, "stream": True})
+        assert running.recv(100)
+        waiting = [start_h1(node, {**BODY, "prompt": "a", "max_tokens": 1}) for _ in range(2)]
+        node.wait_metric("dunlin_requests_waiting", 2)
+        r = node.post("/v1/completions", {**BODY, "prompt": "a", "max_tokens": 1})
+        is_error(r, 503, "overloaded")
+        assert int(r.headers["retry-after"]) >= 1
+        running.close()
+        for s in waiting:
+            assert s.recv(100).startswith(b"HTTP/1.1 200")
+            s.close()
+
+
+def test_who_waits_too_long_is_told_so():
+    conf = "  engine = { max_sequences = 1, threads = 1 },\n  queue = { timeout_ms = 300 },"
+    with Node(conf=conf) as node:
+        running = start_h1(node, {**BODY, "prompt": "a", "max_tokens": 4000, "stream": True, "logprobs": 5})
+        assert running.recv(100) # and nothing more is read: it pauses and stays
+        is_error(node.post("/v1/completions", {**BODY, "prompt": "a", "max_tokens": 1}), 503, "queue_timeout")
+        running.close()
+        assert node.text()
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_cleartext_is_served_where_it_is_asked_for():
+    port = free_port()
+    with Node("--cleartext", f"127.0.0.1:{port}") as node:
+        expected = node.text(temperature=0)
+        for http2 in (False, True): # with HTTP/2 by prior knowledge
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", http1=not http2, http2=http2, trust_env=False) as http:
+                r = http.post("/v1/completions", json={"model": "tiny", "prompt": "the sea", "max_tokens": 32,
+                                                       "temperature": 0})
+                assert r.http_version == ("HTTP/2" if http2 else "HTTP/1.1")
+                assert r.json()["choices"][0]["text"] == expected
+        assert f"http://127.0.0.1:{port}" in node.log()
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{node.port}/livez", trust_env=False) # HTTPS's port speaks nothing else
+
+
+def test_many_connections_come_and_go():
+    with Node() as node:
+        for i in range(150):
+            s = start_h1(node, {**BODY, "prompt": "a", "max_tokens": 1 + i % 3, "seed": i})
+            data = b""
+            while b"\r\n\r\n" not in data:
+                data += s.recv(65536)
+            assert data.startswith(b"HTTP/1.1 200")
+            s.close()
+        node.wait_metric("dunlin_http_connections", 1) # the one that asks
+        assert json.loads(node.post("/tokenize", {"prompt": "a"}).text)["count"] == 1

@@ -361,6 +361,7 @@ static uint16_t port_of(int fd)
     socklen_t len = sizeof addr;
     if (getsockname(fd, (struct sockaddr *)&addr, &len))
         return 0;
+    /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): the analyzer does not see what getsockname() fills in */
     return ntohs(addr.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&addr)->sin6_port
                                             : ((struct sockaddr_in *)&addr)->sin_port);
 }

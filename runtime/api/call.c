@@ -41,13 +41,8 @@ static void take_slot(struct dn_api_loop *l, struct dn_call *c)
     c->id = (struct dn_request_id){.loop = l->idx, .slot = slot, .generation = ++l->next_generation};
 }
 
-static void free_call(struct dn_call *c)
+static void release_call(struct dn_call *c)
 {
-    struct dn_api_loop *l = c->loop;
-    l->call[c->id.slot] = NULL;
-    l->n_calls--;
-    if (c->id.slot < l->first_free_hint)
-        l->first_free_hint = c->id.slot;
     if (c->has_output)
         dn_output_release(&c->output);
     if (c->has_params)
@@ -55,6 +50,16 @@ static void free_call(struct dn_call *c)
     dn_tokens_release(&c->prompt);
     dn_buf_release(&c->body);
     free(c);
+}
+
+static void free_call(struct dn_call *c)
+{
+    struct dn_api_loop *l = c->loop;
+    l->call[c->id.slot] = NULL;
+    l->n_calls--;
+    if (c->id.slot < l->first_free_hint)
+        l->first_free_hint = c->id.slot;
+    release_call(c);
 }
 
 /* A client's own id is kept if it is harmless, so that it can be found in our log; else one is drawn. */
@@ -213,6 +218,12 @@ static bool came_back(struct dn_call *c)
     return false;
 }
 
+/* The loop has ended, its slots with it. */
+static void drop(struct dn_job *job)
+{
+    release_call((struct dn_call *)job);
+}
+
 static void hand_over(struct dn_call *c, void (*work)(struct dn_job *, struct dn_template_vm *),
                       void (*back)(struct dn_loop *, struct dn_loop_msg *, void *))
 {
@@ -220,6 +231,7 @@ static void hand_over(struct dn_call *c, void (*work)(struct dn_job *, struct dn
     c->job.loop = c->loop->loop;
     c->job.work = work;
     c->job.back.fn = back;
+    c->job.drop = drop;
     c->on_worker = true;
     if (!dn_workers_submit(c->loop->node->workers, &c->job)) {
         c->on_worker = false;

@@ -24,6 +24,11 @@ static void side_free(struct side *s)
     free(s);
 }
 
+static void drop(struct dn_job *job)
+{
+    side_free((struct side *)job);
+}
+
 static void gone(struct dn_exchange *x)
 {
     struct side *s = (struct side *)((char *)x - offsetof(struct side, exchange));
@@ -62,6 +67,7 @@ static void begin(struct dn_api_loop *loop, struct dn_http_req *req,
     dn_buf_put(&s->body, body.at, body.len);
     s->job.loop = loop->loop;
     s->job.work = work;
+    s->job.drop = drop;
     s->job.back.fn = back;
     s->on_worker = dn_workers_submit(loop->node->workers, &s->job);
     if (!s->on_worker) {

@@ -41,7 +41,8 @@ static void *worker_main(void *arg)
     struct worker *self = arg;
     for (struct dn_job *job; (job = take(self->pool)) != NULL;) {
         job->work(job, self->vm);
-        dn_loop_post(job->loop, &job->back);
+        if (!dn_loop_post(job->loop, &job->back))
+            job->drop(job);
     }
     return NULL;
 }

@@ -18,11 +18,13 @@ struct dn_job {
     struct dn_loop_msg back;   /* runs on the loop when the work is done; set fn before submitting */
     struct dn_loop *loop;
     void (*work)(struct dn_job *job, struct dn_template_vm *vm); /* on the worker's thread */
+    void (*drop)(
+        struct dn_job *job); /* there, too: frees it, when its loop has ended meanwhile and takes nothing back */
 };
 
 int dn_workers_open(unsigned n_threads, struct dn_workers **out, struct dn_err *err);
-void dn_workers_stop(struct dn_workers *w);  /* joins the threads; jobs that wait are still done and returned */
-void dn_workers_close(struct dn_workers *w); /* stops if need be, frees */
+void dn_workers_stop(struct dn_workers *w);                       /* joins the threads; jobs that wait are still done */
+void dn_workers_close(struct dn_workers *w);                      /* stops if need be, frees */
 bool dn_workers_submit(struct dn_workers *w, struct dn_job *job); /* any thread; false once stopped */
 
 #endif

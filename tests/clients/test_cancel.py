@@ -33,8 +33,11 @@ def _nothing_is_left(node):
     assert node.text(temperature=0, max_tokens=4)
 
 
+CANCELLED = 'dunlin_requests_finished_total{model="tiny",reason="cancelled"}'
+
+
 def cancelled(node):
-    return node.metrics().get('dunlin_requests_finished_total{model="tiny",reason="cancelled"}', 0)
+    return node.metrics()[CANCELLED]
 
 
 def reset(sock):
@@ -60,7 +63,7 @@ def test_a_reset_stream_frees_its_pages_and_leaves_its_neighbours_alone(node):
     body = connection.body(good)
     assert json.loads(body)["choices"][0]["text"] == expected
     node.wait_metric("dunlin_requests_running", 0)
-    assert cancelled(node) == before + 4
+    node.wait_metric(CANCELLED, before + 4)
     node.wait_log(r"request\.done .*status=499 .*finish=abort", 4)
     again = connection.post("/v1/completions", {**LONG, "max_tokens": 2})
     connection.wait(h2.events.StreamEnded, again)
@@ -89,7 +92,7 @@ def test_the_openai_clients_way_of_leaving_frees_its_pages(node):
             assert node.metrics()["dunlin_requests_running"] == 1
             stream.close()
         node.wait_metric("dunlin_requests_running", 0)
-    assert cancelled(node) == before + 2
+    node.wait_metric(CANCELLED, before + 2)
 
 
 @pytest.mark.parametrize("how", ["fin", "reset"])
@@ -102,7 +105,7 @@ def test_closing_a_socket_before_the_first_byte_frees_its_pages(node, stream, ho
     reset(s) if how == "reset" else s.close()
     node.wait_metric("dunlin_requests_running", 0)
     if not stream:
-        assert cancelled(node) == before + 1
+        node.wait_metric(CANCELLED, before + 1)
 
 
 @pytest.mark.parametrize("how", ["fin", "reset"])
@@ -112,7 +115,7 @@ def test_closing_a_socket_after_the_first_byte_frees_its_pages(node, how):
     assert s.recv(1000).startswith(b"HTTP/1.1 200")
     reset(s) if how == "reset" else s.close()
     node.wait_metric("dunlin_requests_running", 0)
-    assert cancelled(node) == before + 1
+    node.wait_metric(CANCELLED, before + 1)
 
 
 def test_a_client_that_leaves_while_it_waits_in_the_queue_is_forgotten():
@@ -161,7 +164,7 @@ def test_one_in_ten_aborted_and_all_others_right(node):
 
     assert asyncio.run(load()) == expected
     node.wait_metric("dunlin_requests_running", 0)
-    assert cancelled(node) == before + 10
+    node.wait_metric(CANCELLED, before + 10)
 
 
 def test_aborts_at_any_moment_leave_nothing_behind(node):

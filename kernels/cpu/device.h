@@ -14,7 +14,8 @@
 /* Token counts for penalties: bit 15 marks an id of the prompt, the rest counts it in the output, up to the maximum. */
 enum { DN_COUNT_PROMPT = 0x8000, DN_COUNT_MAX = 0x7fff };
 
-struct dn_cpu_block; /* one allocation of the device */
+struct dn_cpu_block;  /* one allocation of the device */
+struct dn_cpu_region; /* a mapping that some of them share */
 
 struct dn_cpu_device {
     struct dn_device base;
@@ -24,8 +25,9 @@ struct dn_cpu_device {
     struct dn_step_limits limits;
     struct dn_step step;
     uint32_t n_slots, n_vocab;
-    uint16_t *count;            /* [n_slots][n_vocab] */
-    struct dn_cpu_block *block; /* list */
+    uint16_t *count;              /* [n_slots][n_vocab] */
+    struct dn_cpu_block *block;   /* list */
+    struct dn_cpu_region *region; /* that small allocations come from, or NULL */
 
     /* Scratch that grows when a larger shape is first seen; sizes follow from the limits and the model. */
     struct dn_cpu_scratch {

@@ -24,7 +24,7 @@ struct dn_cpu_block {
     struct dn_cpu_region *region;
 };
 
-enum { HUGE_PAGE = 2 << 20, REGION_BYTES = 32 << 20, MAX_SHARED_BYTES = 8 << 20, CACHE_LINE = 64 };
+enum { HUGE_PAGE = 2 << 20, REGION_BYTES = 32 << 20, MAX_SHARED_BYTES = 8 << 20, ALIGNMENT = 256 };
 
 /* Zeroed, at a huge page's boundary; NULL when the system refuses. */
 static void *map(size_t bytes, size_t *mapped_bytes)
@@ -72,8 +72,8 @@ static void *device_alloc(struct dn_device *device, size_t bytes)
         return NULL;
     struct dn_cpu_block *b = dn_alloc(sizeof *b);
     *b = (struct dn_cpu_block){.next = d->block, .data = r->data + r->used_bytes, .region = r};
-    size_t lines = (bytes ? bytes - 1 : 0) / CACHE_LINE + 1; /* within the mapping, which is a multiple of them */
-    r->used_bytes += lines * CACHE_LINE;
+    size_t units = (bytes ? bytes - 1 : 0) / ALIGNMENT + 1; /* within the mapping, which is a multiple of them */
+    r->used_bytes += units * ALIGNMENT;
     r->n_blocks++;
     d->block = b;
     return b->data;

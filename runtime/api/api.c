@@ -171,20 +171,21 @@ static void completions(struct dn_api_loop *l, struct dn_http_req *req)
 
 static const struct route {
     const char *method, *path;
-    bool prefix; /* the path goes on */
+    bool prefix;  /* the path goes on */
+    bool is_call; /* a generation: api/call.h */
     void (*handle)(struct dn_api_loop *l, struct dn_http_req *req);
 } route[] = {
-    {"POST", "/v1/chat/completions", false, chat},
-    {"POST", "/v1/completions", false, completions},
-    {"GET", "/v1/models", false, models},
-    {"GET", "/v1/models/", true, model},
-    {"POST", "/tokenize", false, dn_tokenize_begin},
-    {"POST", "/detokenize", false, dn_detokenize_begin},
-    {"GET", "/livez", false, livez},
-    {"GET", "/readyz", false, readyz},
-    {"GET", "/health", false, readyz},
-    {"GET", "/version", false, version},
-    {"GET", "/metrics", false, metrics},
+    {"POST", "/v1/chat/completions", false, true, chat},
+    {"POST", "/v1/completions", false, true, completions},
+    {"GET", "/v1/models", false, false, models},
+    {"GET", "/v1/models/", true, false, model},
+    {"POST", "/tokenize", false, false, dn_tokenize_begin},
+    {"POST", "/detokenize", false, false, dn_detokenize_begin},
+    {"GET", "/livez", false, false, livez},
+    {"GET", "/readyz", false, false, readyz},
+    {"GET", "/health", false, false, readyz},
+    {"GET", "/version", false, false, version},
+    {"GET", "/metrics", false, false, metrics},
 };
 enum { N_ROUTES = sizeof route / sizeof *route };
 
@@ -213,6 +214,7 @@ static void on_request(struct dn_loop *loop, struct dn_http_req *req, void *loop
 {
     struct dn_str method = dn_http_method(req), path = dn_http_path(req);
     const struct route *other = NULL;
+    char name[DN_REQUEST_NAME];
     bool head = dn_str_is(method, "HEAD");
     for (size_t i = 0; i < N_ROUTES; i++) {
         const struct route *r = &route[i];
@@ -221,12 +223,15 @@ static void on_request(struct dn_loop *loop, struct dn_http_req *req, void *loop
         if (!match)
             continue;
         if (dn_str_is(method, r->method) || (head && strcmp(r->method, "GET") == 0)) {
+            if (!r->is_call) /* a call names itself, since it keeps its name */
+                dn_reply_name(req, name);
             r->handle(loop_user, req);
             return;
         }
         other = r;
     }
     struct dn_err err;
+    dn_reply_name(req, name);
     if (other) {
         dn_http_add_header(req, "allow", other->method);
         dn_err_set(&err, DN_METHOD, "%s takes %s", other->path, other->method);

@@ -21,7 +21,7 @@ static void encode(struct dn_call *c);
 static void resume(struct dn_exchange *x);
 static void submit(struct dn_call *c);
 
-/* ---- Slots and names ------------------------------------------------------------------------------------------------
+/* ---- Slots ------------------------------------------------------------------------------------------------
  */
 
 static void take_slot(struct dn_api_loop *l, struct dn_call *c)
@@ -60,26 +60,6 @@ static void free_call(struct dn_call *c)
     if (c->id.slot < l->first_free_hint)
         l->first_free_hint = c->id.slot;
     release_call(c);
-}
-
-/* A client's own id is kept if it is harmless, so that it can be found in our log; else one is drawn. */
-static void choose_name(struct dn_call *c)
-{
-    struct dn_str given = dn_http_header(c->http, "x-request-id");
-    bool ok = given.len > 0 && given.len < sizeof c->name;
-    for (size_t i = 0; ok && i < given.len; i++) {
-        char ch = given.at[i];
-        ok = (ch >= 'a' && ch <= 'z') || (ch >= 'A' && ch <= 'Z') || (ch >= '0' && ch <= '9') || ch == '-' ||
-             ch == '_' || ch == '.';
-    }
-    if (ok) {
-        memcpy(c->name, given.at, given.len);
-        return;
-    }
-    uint8_t random[12];
-    dn_random_bytes(random, sizeof random);
-    memcpy(c->name, "req_", 4);
-    dn_hex_print(random, sizeof random, c->name + 4);
 }
 
 /* ---- Ends
@@ -366,8 +346,7 @@ void dn_call_begin(struct dn_api_loop *loop, struct dn_http_req *req, enum dn_en
     take_slot(loop, c);
     c->exchange = (struct dn_exchange){.gone = gone, .resume = resume};
     dn_http_set_user(req, &c->exchange);
-    choose_name(c);
-    dn_http_add_header(req, "x-request-id", c->name);
+    dn_reply_name(req, c->name);
     struct dn_err err = {0};
     if (dn_api_check_request(loop->node, req, &c->key, &err) != 0) {
         fail(c, &err);

@@ -1,10 +1,32 @@
 #include "api/reply.h"
 
+#include "base/hash.h"
 #include "base/json.h"
 #include "policy/decision.h"
 
 #include <stdio.h>
 #include <string.h>
+
+void dn_reply_name(struct dn_http_req *req, char name[DN_REQUEST_NAME])
+{
+    struct dn_str given = dn_http_header(req, "x-request-id");
+    bool ok = given.len > 0 && given.len < DN_REQUEST_NAME;
+    for (size_t i = 0; ok && i < given.len; i++) {
+        char ch = given.at[i];
+        ok = (ch >= 'a' && ch <= 'z') || (ch >= 'A' && ch <= 'Z') || (ch >= '0' && ch <= '9') || ch == '-' ||
+             ch == '_' || ch == '.';
+    }
+    if (ok) {
+        memcpy(name, given.at, given.len);
+        name[given.len] = '\0';
+    } else {
+        uint8_t random[12];
+        dn_random_bytes(random, sizeof random);
+        memcpy(name, "req_", 4);
+        dn_hex_print(random, sizeof random, name + 4);
+    }
+    dn_http_add_header(req, "x-request-id", name);
+}
 
 void dn_reply_error_json(struct dn_buf *b, const char *message, const char *type, const char *param, const char *code)
 {

@@ -5,8 +5,13 @@
 #include "base/buf.h"
 #include "base/err.h"
 #include "http/http.h"
+#include "sched/request.h"
 
 struct dn_reject;
+
+/* The request's name, into `name` and into the answer's x-request-id: the client's own if it is harmless, so that it
+ * can be found in our log, else one that is drawn. */
+void dn_reply_name(struct dn_http_req *req, char name[DN_REQUEST_NAME]);
 
 /* {"error":{"message","type","param","code"}}, without anything around it. */
 void dn_reply_error_json(struct dn_buf *b, const char *message, const char *type, const char *param, const char *code);

@@ -405,6 +405,12 @@ def test_the_request_id_is_the_clients_own_if_it_is_harmless(node, http):
         assert r.status_code == 200 and r.headers["x-request-id"].startswith("req_"), bad
     assert http.post("/v1/completions", json=body).headers["x-request-id"] != \
         http.post("/v1/completions", json=body).headers["x-request-id"]
+    for method, path in (("GET", "/v1/models"), ("GET", "/livez"), ("GET", "/nothing"), ("PUT", "/v1/models"),
+                         ("POST", "/tokenize"), ("POST", "/v1/completions")):
+        for given in ("mine-1", None):
+            headers = {"x-request-id": given} if given else {}
+            got = http.request(method, path, headers=headers, json={"prompt": "a"}).headers.get_list("x-request-id")
+            assert len(got) == 1 and (got[0] == given if given else got[0].startswith("req_")), (path, got)
 
 
 def test_unknown_parameters_are_named_in_a_header(node):

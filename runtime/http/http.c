@@ -25,14 +25,15 @@ static struct dn_loop_msg closed_inbox; /* the address says: nothing more is acc
 
 bool dn_loop_post(struct dn_loop *loop, struct dn_loop_msg *msg)
 {
-    struct dn_loop_msg *head = atomic_load_explicit(&loop->inbox, memory_order_relaxed);
+    /* acquire: who is refused sees all that the loop did before it closed, and may free what they shared */
+    struct dn_loop_msg *head = atomic_load_explicit(&loop->inbox, memory_order_acquire);
     do {
         if (head == &closed_inbox)
             return false;
         msg->next = head;
         /* release: pairs with the acquire in take_inbox(), so that the loop sees what the message points to */
     } while (
-        !atomic_compare_exchange_weak_explicit(&loop->inbox, &head, msg, memory_order_release, memory_order_relaxed));
+        !atomic_compare_exchange_weak_explicit(&loop->inbox, &head, msg, memory_order_release, memory_order_acquire));
     if (head == NULL) { /* the first one wakes the loop for all that follow */
         uint64_t one = 1;
         ssize_t n;
@@ -46,7 +47,7 @@ bool dn_loop_post(struct dn_loop *loop, struct dn_loop_msg *msg)
 /* Runs what has been posted, oldest first; `next` is what the inbox holds from then on. */
 static void take_inbox(struct dn_loop *loop, struct dn_loop_msg *next)
 {
-    struct dn_loop_msg *msg = atomic_exchange_explicit(&loop->inbox, next, memory_order_acquire), *first = NULL;
+    struct dn_loop_msg *msg = atomic_exchange_explicit(&loop->inbox, next, memory_order_acq_rel), *first = NULL;
     while (msg && msg != &closed_inbox) {
         struct dn_loop_msg *older = msg->next;
         msg->next = first;

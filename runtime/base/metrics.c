@@ -42,7 +42,7 @@ struct dn_family {
 };
 
 struct dn_metrics {
-    pthread_mutex_t print_lock;
+    pthread_mutex_t lock;
     struct dn_family *first, **last;
     struct {
         void (*fn)(void *user);
@@ -55,7 +55,7 @@ struct dn_metrics *dn_metrics_open(void)
 {
     struct dn_metrics *m = dn_alloc0(1, sizeof *m);
     m->last = &m->first;
-    pthread_mutex_init(&m->print_lock, NULL);
+    pthread_mutex_init(&m->lock, NULL);
     return m;
 }
 
@@ -101,7 +101,7 @@ void dn_metrics_close(struct dn_metrics *m)
         m->first = f->next;
         free_family(f);
     }
-    pthread_mutex_destroy(&m->print_lock);
+    pthread_mutex_destroy(&m->lock);
     free(m);
 }
 
@@ -154,7 +154,6 @@ static struct dn_series *new_series(struct dn_family *f, const char *const *valu
 static struct dn_family *new_family(struct dn_metrics *m, enum kind kind, const char *name, const char *help,
                                     const char *labels, const double *bucket, size_t n_buckets)
 {
-    refuse_duplicate(m, name);
     DN_BUG_ON(n_buckets > DN_BUCKETS_MAX);
     struct dn_family *f = dn_alloc0(1, sizeof *f);
     f->kind = kind;
@@ -167,10 +166,13 @@ static struct dn_family *new_family(struct dn_metrics *m, enum kind kind, const 
         f->bucket[i] = bucket[i];
     }
     pthread_mutex_init(&f->lock, NULL);
-    *m->last = f;
-    m->last = &f->next;
     if (f->n_labels == 0)
         new_series(f, NULL);
+    pthread_mutex_lock(&m->lock);
+    refuse_duplicate(m, name);
+    *m->last = f;
+    m->last = &f->next;
+    pthread_mutex_unlock(&m->lock);
     return f;
 }
 
@@ -192,13 +194,15 @@ struct dn_family *dn_metrics_histogram(struct dn_metrics *m, const char *name, c
 
 void dn_metrics_alias(struct dn_metrics *m, struct dn_family *f, const char *name, const char *labels)
 {
-    refuse_duplicate(m, name);
     struct alias *a = dn_alloc0(1, sizeof *a);
     DN_BUG_ON(set_names(a, name, labels) != f->n_labels);
+    pthread_mutex_lock(&m->lock);
+    refuse_duplicate(m, name);
     struct alias *at = &f->own;
     while (at->next)
         at = at->next;
     at->next = a;
+    pthread_mutex_unlock(&m->lock);
 }
 
 struct dn_series *dn_series(struct dn_family *f, const char *const *value)
@@ -310,9 +314,11 @@ double dn_histogram_sum(const struct dn_series *s)
 
 void dn_metrics_on_print(struct dn_metrics *m, void (*fn)(void *user), void *user)
 {
+    pthread_mutex_lock(&m->lock);
     DN_BUG_ON(m->n_hooks == N_HOOKS);
     m->hook[m->n_hooks].fn = fn;
     m->hook[m->n_hooks++].user = user;
+    pthread_mutex_unlock(&m->lock);
 }
 
 /* Label values and help: the format knows only \\, \n and (in values) \". */
@@ -409,7 +415,7 @@ static void put_family(struct dn_buf *out, struct dn_family *f, const struct ali
 
 void dn_metrics_print(struct dn_metrics *m, struct dn_buf *out)
 {
-    pthread_mutex_lock(&m->print_lock);
+    pthread_mutex_lock(&m->lock);
     for (size_t i = 0; i < m->n_hooks; i++)
         m->hook[i].fn(m->hook[i].user);
     for (struct dn_family *f = m->first; f; f = f->next) {
@@ -418,7 +424,7 @@ void dn_metrics_print(struct dn_metrics *m, struct dn_buf *out)
             put_family(out, f, a);
         pthread_mutex_unlock(&f->lock);
     }
-    pthread_mutex_unlock(&m->print_lock);
+    pthread_mutex_unlock(&m->lock);
 }
 
 void dn_metrics_print_help(struct dn_metrics *m, struct dn_buf *out)

@@ -5,7 +5,8 @@
  *     dn_counter_add(ok, 1);
  *
  * The registry (struct dn_metrics) belongs to main and outlives all users; families and series live as long as it does.
- * Families are registered before threads start, so that each is shown at zero from the first scrape on. dn_series()
+ * Families are registered at the start, so that each is shown at zero from then on; a scrape may run meanwhile (a node
+ * that loads serves /metrics), but registers nothing itself. dn_series()
  * finds or makes a series under a lock: keep what it returns where the values are bounded and known (look up once, not
  * in a step). At most DN_SERIES_MAX series a family; beyond it values fall together into one with every label "other".
  * Changing a series is one atomic operation, any thread. Names are this header's users' own; units and `_total` in the

@@ -196,7 +196,9 @@ class Node:
             self.proc.kill()
             self.proc.wait()
             raise AssertionError("the node did not end:\n" + self.log()[-3000:]) from None
-        assert code == 0, f"the node ended with {code}:\n" + self.log()[-5000:]
+        log = self.log()
+        at = log.find("Sanitizer: ") # the first report says more than the last lines
+        assert code == 0, f"the node ended with {code}:\n" + (log[at - 30:at + 6000] if at >= 0 else log[-5000:])
 
     def headers(self, key=None):
         key = key or self.key

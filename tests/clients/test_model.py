@@ -1,6 +1,11 @@
 """What only a trained model can show: that the answers make sense. Few and short; skipped without DN_MODEL."""
+import socket
+import ssl
+import time
+
+import httpx
 import pytest
-from serve_lib import REAL_MODEL, Node, command, stream, stream_text, together
+from serve_lib import CERT, REAL_MODEL, Node, command, is_error, stream, stream_text, together
 
 pytestmark = pytest.mark.skipif(not REAL_MODEL, reason="DN_MODEL is not set (./dev test sets it)")
 QUESTION = "What is gravity?"
@@ -65,3 +70,36 @@ def test_chat_on_the_command_line_says_the_same(node):
                    "--quiet", timeout=200)
     expected = node.chat(QUESTION, temperature=0, max_tokens=16)["choices"][0]["message"]["content"]
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+
+
+def test_a_node_that_loads_says_so_and_serves_its_metrics(node):
+    assert node.proc.poll() is None # its certificate is the other's
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = ssl.create_default_context(cafile=CERT)
+    seen, ready = [], []
+
+    def watch():
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, trust_env=False, timeout=30) as http:
+            while not ready:
+                try:
+                    r = http.get("/readyz")
+                    if r.status_code == 503:
+                        seen.append(r.json())
+                        assert http.get("/livez").status_code == http.get("/metrics").status_code == 200
+                        refused = http.post("/v1/completions", json={"model": "real", "prompt": "a", "max_tokens": 1})
+                        if refused.status_code != 200:
+                            is_error(refused, 503, "not_ready")
+                except httpx.TransportError:
+                    time.sleep(0.002)
+
+    def begin():
+        try:
+            return Node("--listen", f"127.0.0.1:{port}", "--ctx", "512", model=REAL_MODEL, timeout=200)
+        finally:
+            ready.append(True)
+
+    with together([begin, watch])[0] as other:
+        assert seen and all(s["status"] == "loading" and 0 <= s["progress"] <= 1 for s in seen), seen
+        assert other.post("/v1/completions", {"model": "real", "prompt": "a", "max_tokens": 1}).status_code == 200

@@ -10,7 +10,8 @@ enum { PASS_BYTES = 640 << 10 };
 enum { PIECE_BYTES = 16 << 10 };
 /* How far ahead of use weights are asked for; the hardware's own prefetch stops at every 4 KiB. At most half the L1
  * cache. */
-enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10 };
+enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10, ROW_AHEAD_BYTES = 1 << 10 };
+enum { ROW_PIECES = 3 };
 
 /* Two blocks unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again for each
  * tile. */
@@ -82,6 +83,49 @@ static void pack_activations(void *arg, size_t begin, size_t end, unsigned part)
     }
 }
 
+/* n_blocks blocks from `block` on, `step` blocks apart. */
+static struct dn_tile tile_of(const struct job *j, size_t block, size_t n_blocks, size_t step)
+{
+    const struct dn_matrix *w = j->w;
+    size_t row = block * DN_BLOCK_ROWS, n_out = ((n_blocks - 1) * step + 1) * DN_BLOCK_ROWS;
+    return (struct dn_tile){
+        .block = (const uint8_t *)w->data + block * j->layout.block_bytes,
+        .bias = j->bias ? j->bias + row : NULL,
+        .out_stride = w->n_out,
+        .n_in = w->n_in,
+        .n_out = w->n_out - row < n_out ? (uint32_t)(w->n_out - row) : (uint32_t)n_out,
+        .n_blocks = (uint32_t)n_blocks,
+        .block_rows = (uint32_t)step * DN_BLOCK_ROWS,
+        .ahead = j->ahead,
+        .scale_is_bf16 = w->scale_is_bf16,
+        .block_bytes = step * j->layout.block_bytes,
+        .offset_at = j->layout.offset_at,
+        .data_at = j->layout.data_at,
+    };
+}
+
+/* INT8 and INT4 with one row of activations, bound by memory: blocks [begin, end) as several streams, each a share of
+ * them, since one stream does not keep enough reads under way. */
+static void multiply_row(void *arg, size_t begin, size_t end, unsigned part)
+{
+    const struct job *j = arg;
+    size_t n_streams = j->ops->row_blocks, step = (end - begin) / n_streams, n_steps = step;
+    if (step == 0)
+        n_streams = end - begin, step = n_steps = 1;
+    for (size_t block = begin; block < end; block += n_streams * step) {
+        /* What is left over after all streams: side by side. */
+        if (end - block < n_streams * step)
+            n_streams = end - block, step = n_steps = 1;
+        for (size_t i = 0; i < n_steps; i++) {
+            struct dn_tile t = tile_of(j, block + i, n_streams, step);
+            t.act = j->act;
+            t.n_rows = 1;
+            t.out = j->out + (block + i) * DN_BLOCK_ROWS;
+            j->tile(&t);
+        }
+    }
+}
+
 static void multiply(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct job *j = arg;
@@ -90,20 +134,7 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
     for (size_t item = begin; item < end; item++) {
         size_t block = item / j->splits * 2, tile = item % j->splits * j->tiles_per_item, row = block * DN_BLOCK_ROWS;
         size_t tile_end = tile + j->tiles_per_item < j->n_tiles ? tile + j->tiles_per_item : j->n_tiles;
-        uint32_t n_blocks = block + 1 < j->layout.n_blocks ? 2 : 1, n_out = n_blocks * DN_BLOCK_ROWS;
-        struct dn_tile t = {
-            .block = (const uint8_t *)w->data + block * j->layout.block_bytes,
-            .bias = j->bias ? j->bias + row : NULL,
-            .out_stride = w->n_out,
-            .n_in = w->n_in,
-            .n_out = w->n_out - row < n_out ? (uint32_t)(w->n_out - row) : n_out,
-            .n_blocks = n_blocks,
-            .ahead = j->ahead,
-            .scale_is_bf16 = w->scale_is_bf16,
-            .block_bytes = j->layout.block_bytes,
-            .offset_at = j->layout.offset_at,
-            .data_at = j->layout.data_at,
-        };
+        struct dn_tile t = tile_of(j, block, block + 1 < j->layout.n_blocks ? 2 : 1, 1);
         if (j->widen && tile_end - tile >= j->widen_tiles) {
             t.wide_bytes = j->wide_bytes;
             j->widen(&t, wide);
@@ -168,6 +199,12 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
     else
         dn_threads_for(x->threads, j->n_tiles, 1 + j->n_tiles / (4 * n_threads), pack_activations, j);
 
+    if (j->n == 1 && j->zero >= 0) {
+        size_t pieces = n_threads == 1 ? 1 : ROW_PIECES * n_threads;
+        j->ahead = ROW_AHEAD_BYTES;
+        dn_threads_for(x->threads, j->layout.n_blocks, (j->layout.n_blocks + pieces - 1) / pieces, multiply_row, j);
+        return;
+    }
     /* Enough items for all threads: whole columns of tiles if the blocks suffice, since the block then stays in the L1
      * cache. */
     size_t wanted = 4 * n_threads, n_blocks = (j->layout.n_blocks + 1) / 2;

@@ -35,7 +35,7 @@ INLINE void prefetch_lines(const struct part *p, const uint8_t *at, int n)
 INLINE void store(const struct part *p, int m, __m256 sum)
 {
     const struct dn_tile *t = p->t;
-    uint32_t first = p->b * DN_BLOCK_ROWS + p->half * HALF, left = t->n_out > first ? t->n_out - first : 0;
+    uint32_t first = p->b * t->block_rows + p->half * HALF, left = t->n_out > first ? t->n_out - first : 0;
     float *out = t->out + (p->m0 + (uint32_t)m) * t->out_stride + first;
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256i rows = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), lane);
@@ -345,5 +345,6 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
     }
 }
 
-const struct dn_matmul_ops dn_matmul_avx2 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym, tile_int4, act, NULL, NULL};
+const struct dn_matmul_ops dn_matmul_avx2 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym, tile_int4, act,
+                                             NULL,      NULL,     2};
 #endif

@@ -19,7 +19,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-enum { BLOCKS = 2 };
+enum { BLOCKS = 2, ROW_BLOCKS = 8 };
 
 INLINE void prefetch_lines(const struct dn_tile *t, const uint8_t *at, int n)
 {
@@ -30,7 +30,7 @@ INLINE void prefetch_lines(const struct dn_tile *t, const uint8_t *at, int n)
 
 INLINE void store(const struct dn_tile *t, int b, int m, __m512 sum)
 {
-    uint32_t first = (uint32_t)b * DN_BLOCK_ROWS, left = t->n_out - first;
+    uint32_t first = (uint32_t)b * t->block_rows, left = t->n_out - first;
     __mmask16 rows = left >= DN_BLOCK_ROWS ? 0xffff : (__mmask16)((1u << left) - 1);
     if (t->bias)
         sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(rows, t->bias + first));
@@ -342,23 +342,114 @@ INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const e
     }
 }
 
-/* One block of two, as a tile of its own. */
-INLINE struct dn_tile one_block(const struct dn_tile *t, uint32_t b)
+/* t from block b on. */
+INLINE struct dn_tile from_block(const struct dn_tile *t, uint32_t b)
 {
-    struct dn_tile one = *t;
-    one.n_blocks = 1;
-    one.block += b * t->block_bytes;
-    one.out += b * DN_BLOCK_ROWS;
-    one.bias = t->bias ? t->bias + b * DN_BLOCK_ROWS : NULL;
-    one.n_out -= b * DN_BLOCK_ROWS;
-    one.wide = t->wide ? t->wide + b * t->wide_bytes : NULL;
-    return one;
+    struct dn_tile rest = *t;
+    rest.n_blocks -= b;
+    rest.block += b * t->block_bytes;
+    rest.out += b * t->block_rows;
+    rest.bias = t->bias ? t->bias + b * t->block_rows : NULL;
+    rest.n_out -= b * t->block_rows;
+    rest.wide = t->wide ? t->wide + b * t->wide_bytes : NULL;
+    return rest;
+}
+
+/* One row of activations, nb blocks side by side: both halves of the activations at once, so that each weight is loaded
+ * and unpacked once. */
+INLINE void int_row(const struct dn_tile *t, const int nb, const enum int_kind kind)
+{
+    const uint8_t *scale = t->block, *offset = t->block + t->offset_at, *data = t->block + t->data_at, *act = t->act;
+    const uint8_t *next = t->block + t->ahead;
+    const int n_vectors = kind == INT8 ? 8 : 4, lines = kind == INT8 ? 9 : 5,
+              step = kind == INT8   ? 544
+                     : kind == INT4 ? 320
+                                    : 288;
+    __m512 sum[ROW_BLOCKS];
+    UNROLL
+    for (int b = 0; b < nb; b++)
+        sum[b] = _mm512_setzero_ps();
+    for (uint32_t k = 0; k < t->n_in; k += DN_GROUP) {
+        const float *act_scale = (const float *)(act + DN_ACT_BYTES);
+        __m512i high[ROW_BLOCKS], low[ROW_BLOCKS];
+        UNROLL
+        for (int b = 0; b < nb; b++) {
+            high[b] = _mm512_setzero_si512();
+            low[b] = kind == INT4 ? _mm512_setzero_si512() : broadcast_quad((const uint8_t *)(act_scale + 1));
+        }
+        UNROLL
+        for (int j = 0; j < n_vectors; j++) {
+            __m512i a0 = broadcast_quad(act + 4 * j), a1 = broadcast_quad(act + DN_GROUP + 4 * j), a2 = a0, a3 = a1;
+            if (kind != INT8) {
+                a2 = broadcast_quad(act + 16 + 4 * j);
+                a3 = broadcast_quad(act + DN_GROUP + 16 + 4 * j);
+            }
+            UNROLL
+            for (int b = 0; b < nb; b++) {
+                __m512i v = _mm512_load_si512(data + (size_t)b * t->block_bytes + 64 * j);
+                __m512i w = kind == INT8 ? v : low_nibbles(v);
+                high[b] = _mm512_dpbusd_epi32(high[b], w, a0);
+                low[b] = _mm512_dpbusd_epi32(low[b], w, a1);
+                if (kind != INT8) {
+                    w = high_nibbles(v);
+                    high[b] = _mm512_dpbusd_epi32(high[b], w, a2);
+                    low[b] = _mm512_dpbusd_epi32(low[b], w, a3);
+                }
+            }
+        }
+        UNROLL
+        for (int b = 0; b < nb; b++) {
+            const size_t at = (size_t)b * t->block_bytes;
+            if (t->ahead) {
+                UNROLL
+                for (int i = 0; i < lines; i++)
+                    _mm_prefetch((const char *)next + at + 64 * i, _MM_HINT_T0);
+            }
+            __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(high[b], 8), low[b]);
+            __m512 s = _mm512_mul_ps(load_scale(scale + at, t->scale_is_bf16), broadcast(act_scale));
+            sum[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), s, sum[b]);
+            if (kind == INT4)
+                sum[b] = _mm512_fmadd_ps(load_scale(offset + at, t->scale_is_bf16), broadcast(act_scale + 1), sum[b]);
+        }
+        scale += 32;
+        offset += 32;
+        data += kind == INT8 ? 512 : 256;
+        next += step;
+        act += DN_ACT_GROUP_BYTES;
+    }
+    UNROLL
+    for (int b = 0; b < nb; b++)
+        store(t, b, 0, sum[b]);
+}
+
+INLINE void int_row_blocks(const struct dn_tile *t, const enum int_kind kind)
+{
+    for (uint32_t b = 0, n; b < t->n_blocks; b += n) {
+        const struct dn_tile rest = from_block(t, b);
+        n = rest.n_blocks >= 8 ? 8 : rest.n_blocks >= 6 ? 6 : rest.n_blocks >= 4 ? 4 : rest.n_blocks >= 2 ? 2 : 1;
+        switch (n) {
+        case 8:
+            int_row(&rest, 8, kind);
+            break;
+        case 6:
+            int_row(&rest, 6, kind);
+            break;
+        case 4:
+            int_row(&rest, 4, kind);
+            break;
+        case 2:
+            int_row(&rest, 2, kind);
+            break;
+        default:
+            int_row(&rest, 1, kind);
+        }
+    }
 }
 
 #define BY_HEIGHT(rows, ...)                                                                                           \
     if (t->n_rows == 1 || t->n_blocks == 1) {                                                                          \
         for (uint32_t b = 0; b < t->n_blocks; b++) {                                                                   \
-            const struct dn_tile one = one_block(t, b);                                                                \
+            const struct dn_tile one = from_block(t, b);                                                               \
             switch (t->n_rows) {                                                                                       \
             case 1:                                                                                                    \
                 rows(&one, 1, 1 __VA_ARGS__);                                                                          \
@@ -414,11 +505,19 @@ static void tile_fp8(const struct dn_tile *t)
 
 static void tile_int8(const struct dn_tile *t)
 {
+    if (t->n_rows == 1) {
+        int_row_blocks(t, INT8);
+        return;
+    }
     BY_HEIGHT(int_rows, , INT8, false)
 }
 
 static void tile_int4_sym(const struct dn_tile *t)
 {
+    if (t->n_rows == 1) {
+        int_row_blocks(t, INT4_SYM);
+        return;
+    }
     if (t->wide) {
         BY_HEIGHT(int_rows, , INT4_SYM, true)
         return;
@@ -428,6 +527,10 @@ static void tile_int4_sym(const struct dn_tile *t)
 
 static void tile_int4(const struct dn_tile *t)
 {
+    if (t->n_rows == 1) {
+        int_row_blocks(t, INT4);
+        return;
+    }
     if (t->wide) {
         BY_HEIGHT(int_rows, , INT4, true)
         return;
@@ -474,6 +577,6 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
     }
 }
 
-const struct dn_matmul_ops dn_matmul_avx512 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym,
-                                               tile_int4, act,      widen_fp8, widen_int4};
+const struct dn_matmul_ops dn_matmul_avx512 = {tile_bf16, tile_fp8,  tile_int8,  tile_int4_sym, tile_int4,
+                                               act,       widen_fp8, widen_int4, ROW_BLOCKS};
 #endif

@@ -129,9 +129,9 @@ static inline void block_int(const struct dn_tile *t, enum int_kind kind)
     for (uint32_t b = 0; b < t->n_blocks; b++) {                                                                       \
         struct dn_tile one = *t;                                                                                       \
         one.block += b * t->block_bytes;                                                                               \
-        one.out += b * DN_BLOCK_ROWS;                                                                                  \
-        one.bias = t->bias ? t->bias + b * DN_BLOCK_ROWS : NULL;                                                       \
-        one.n_out = t->n_out - b * DN_BLOCK_ROWS < DN_BLOCK_ROWS ? t->n_out - b * DN_BLOCK_ROWS : DN_BLOCK_ROWS;       \
+        one.out += b * t->block_rows;                                                                                  \
+        one.bias = t->bias ? t->bias + b * t->block_rows : NULL;                                                       \
+        one.n_out = t->n_out - b * t->block_rows < DN_BLOCK_ROWS ? t->n_out - b * t->block_rows : DN_BLOCK_ROWS;       \
         block_fn(&one __VA_ARGS__);                                                                                    \
     }
 
@@ -200,5 +200,5 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
     }
 }
 
-const struct dn_matmul_ops dn_matmul_portable = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym,
-                                                 tile_int4, act,      NULL,      NULL};
+const struct dn_matmul_ops dn_matmul_portable = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym, tile_int4, act,
+                                                 NULL,      NULL,     2};

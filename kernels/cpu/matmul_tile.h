@@ -14,8 +14,9 @@ struct dn_tile {
     const float *bias;    /* [n_out] of these blocks or NULL */
     float *out;           /* [n_rows][out_stride], first of these blocks' columns */
     size_t out_stride;    /* floats */
-    uint32_t n_in, n_out; /* n_out: rows of weights that exist, 1..32 */
-    uint32_t n_blocks;    /* 1 or 2 */
+    uint32_t n_in, n_out; /* n_out: rows of weights that exist from the first block's on */
+    uint32_t n_blocks;    /* 1 or 2; 1..dn_matmul_ops.row_blocks if n_rows is 1 */
+    uint32_t block_rows;  /* rows of weights from one block to the next: DN_BLOCK_ROWS if they are neighbours */
     uint32_t n_rows;      /* activation rows, 1..DN_TILE_ROWS */
     uint32_t ahead;       /* if not 0, the blocks come from memory: ask for what lies so many bytes behind */
     /* INT8 and INT4 with two blocks and AVX-512: the next two blocks. Each tile asks for its share while it
@@ -23,7 +24,8 @@ struct dn_tile {
     const uint8_t *next;
     uint32_t next_step;
     bool scale_is_bf16;
-    size_t block_bytes, offset_at, data_at;
+    size_t block_bytes; /* from one block to the next */
+    size_t offset_at, data_at;
     const uint8_t *wide; /* what dn_matmul_ops.widen_* made of these blocks, or NULL */
     size_t wide_bytes;   /* of one block */
 };
@@ -42,6 +44,7 @@ struct dn_matmul_ops {
     dn_tile_fn *bf16, *fp8, *int8, *int4_sym, *int4;
     dn_act_fn *act;
     dn_widen_fn *widen_fp8, *widen_int4; /* NULL: not worth it */
+    uint32_t row_blocks;                 /* blocks side by side for INT8 and INT4 with one row of activations */
 };
 
 extern const struct dn_matmul_ops dn_matmul_portable;

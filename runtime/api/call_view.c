@@ -17,6 +17,12 @@ static void copy_headers(const struct dn_call *c, struct dn_call_view *v)
     }
 }
 
+/* 0: not known yet. The client may go away, and the call end, while a worker still counts. */
+static int64_t prompt_tokens(const struct dn_call *c)
+{
+    return c->on_worker ? 0 : (int64_t)c->prompt.len;
+}
+
 void dn_call_view(const struct dn_call *c, struct dn_call_view *v)
 {
     const struct dn_params *p = &c->params;
@@ -36,7 +42,7 @@ void dn_call_view(const struct dn_call *c, struct dn_call_view *v)
         .max_tokens = p->max_tokens,
         .temperature = p->has_temperature ? p->temperature : -1,
         .prompt_bytes = p->prompt_bytes,
-        .prompt_tokens = c->prompt.len ? (int64_t)c->prompt.len : -1,
+        .prompt_tokens = prompt_tokens(c) ? prompt_tokens(c) : -1,
         .wish_kv = p->wish_kv,
         .wish_integrity = p->wish_integrity,
     };
@@ -68,7 +74,7 @@ void dn_call_result_view(const struct dn_call *c, uint64_t now_ns, struct dn_res
         .status = c->status,
         .code = c->error_code,
         .finish_reason = c->has_output ? c->output.finish_reason : NULL,
-        .prompt_tokens = (int64_t)c->prompt.len,
+        .prompt_tokens = prompt_tokens(c),
         .cached_tokens = c->has_output ? c->output.n_cached : 0,
         .completion_tokens = c->has_output ? c->output.n_output : 0,
         .queue_ms = ms(c->arrival_ns, c->started_ns),

@@ -40,7 +40,7 @@ def command(*args, timeout=60, **kw):
     kw.setdefault("stdin", subprocess.DEVNULL)
     if "input" in kw:
         del kw["stdin"]
-    kw = dict(cwd=WORK, env=ENV, text=True, **kw)
+    kw = {"cwd": WORK, "env": ENV, "text": True, **kw}
     return subprocess.run([BINARY, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout, **kw)
 
 

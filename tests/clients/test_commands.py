@@ -1,4 +1,5 @@
 """The command line: exit codes, what is wrong with a configuration and where, and dunlin chat."""
+import json
 import os
 import pty
 import re
@@ -8,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from serve_lib import BINARY, ENV, WORK, Node, command, tiny_model, write
+from serve_lib import BINARY, ENV, SOURCE, WORK, Node, command, tiny_model, write
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -125,6 +126,38 @@ def test_a_port_that_is_taken_is_an_error_with_the_address():
     with Node() as node:
         done = command("serve", tiny_model(), "--listen", f"127.0.0.1:{node.port}", timeout=20)
         assert done.returncode == FAILED and str(node.port) in done.stderr, (done.returncode, done.stderr)
+
+
+def test_policies_are_checked_shown_and_explained():
+    shipped = [os.path.join(SOURCE, "policies", n) for n in ("wishes.lua", "tiers.lua", "pressure.lua")]
+    assert command("policy", "check", *shipped).returncode == OK
+    listed = json.loads(command("policy", "show", "--json", *shipped).stdout)
+    assert all(name in json.dumps(listed) for name in ("wishes", "tiers", "pressure", "burst_s"))
+    done = command("policy", "explain", *shipped, '{"tenant": "acme", "labels": {"tier": "gold"}}')
+    assert done.returncode == OK and "tiers" in done.stdout and "gold" in done.stdout, done.stderr
+    broken = write("broken-policy.lua", "return {\n api = 1, nme = 5 }")
+    done = command("policy", "check", shipped[0], broken)
+    assert done.returncode == FAILED and broken in done.stderr, done
+    assert command("policy", "check", "nowhere.lua").returncode == FAILED
+    for args in ([], ["check"], ["frobnicate", shipped[0]]):
+        assert command("policy", *args).returncode == USAGE
+
+
+def test_show_and_doctor_tell_what_is_there():
+    done = command("show", tiny_model())
+    assert done.returncode == OK and "llama" in done.stdout, done
+    assert "im_start" in command("show", "template", tiny_model()).stdout
+    path = write("shown.lua", 'return { engine = { threads = 3 } }')
+    config = command("show", "config", "--conf", path)
+    assert config.returncode == OK and re.search(rf"engine\.threads\s.*3.*{re.escape(path)}:1", config.stdout), config.stdout
+    json.loads(command("show", tiny_model(), "--json").stdout)
+    assert command("show", "nowhere.gguf").returncode == FAILED and command("show").returncode == USAGE
+    assert command("doctor").stdout
+
+
+def test_the_configuration_that_is_shipped_is_right():
+    done = command("serve", tiny_model(), "--conf", os.path.join(SOURCE, "conf/node.lua"), "--check", cwd=SOURCE)
+    assert done.returncode == OK, done.stderr
 
 
 # ---- generate and chat

@@ -118,7 +118,9 @@ static void wait_for_change(struct dn_threads *t, uint32_t g)
         return;
     /* Sequentially consistent with the caller's "gate, then sleepers": either it sees us asleep or we see its gate. */
     atomic_fetch_add(&t->sleepers, 1);
-    if (atomic_load(&t->gate) == g)
+    /* The gate's last change may be the stop, and g its value after it: whoever sees that gate sees the stop as well.
+     */
+    if (atomic_load(&t->gate) == g && !atomic_load(&t->stop))
         futex_wait(&t->gate, g);
     atomic_fetch_sub(&t->sleepers, 1);
 }

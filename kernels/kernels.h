@@ -1,7 +1,7 @@
 /* The boundary between the C runtime and the machines it runs on: one table of operations, one parameter struct each.
  *
  * For: the forward pass (runtime/engine/forward_*.c) is written once against this table. kernels/cpu is always built
- * in; kernels/cuda is a shared library that exports dn_kernels_open_cuda(); tests/ hold a naive float64 oracle for
+ * in; kernels/cuda is a shared library that dn_kernels_open_library() loads; tests/ hold a naive float64 oracle for
  * both. No CUDA type crosses this header and nothing outside kernels/ knows which backend runs.
  *
  * Memory: "device" pointers belong to the backend's address space and are opaque to the runtime (the CPU's happen to be
@@ -286,5 +286,19 @@ struct dn_kernels {
 };
 
 int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err);
+
+/* Backends in shared libraries. The library exports this struct under the name "dn_backend"; the number must be the
+ * program's own, since every struct above is shared by layout. A loaded library stays loaded: device code may have
+ * threads of its own. */
+enum { DN_KERNELS_ABI = 1 };
+struct dn_backend {
+    uint32_t abi;     /* DN_KERNELS_ABI */
+    const char *name; /* "cuda" */
+    int (*open)(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err);
+};
+/* -DN_NOT_FOUND: there is no such file (the caller may go on with the CPU, and says so). DN_CONFIG: it is no backend,
+ * or one for another version. Otherwise what the backend's open says: no device, an old driver, ... */
+int dn_kernels_open_library(const char *path, const struct dn_device_conf *conf, struct dn_device **out,
+                            struct dn_err *err);
 
 #endif

@@ -49,9 +49,9 @@ static int open_device(struct dn_pool *p, struct dn_err *err)
         .n_slots = c->max_sequences,
         .n_vocab = p->model->hyper.n_vocab,
     };
-    if (strcmp(c->backend, "cpu") != 0)
-        return dn_err_set(err, DN_CONFIG, "backend \"%s\": this build has cpu", c->backend);
-    return dn_kernels_open_cpu(&dc, &p->device, err);
+    if (strcmp(c->backend, "cpu") == 0)
+        return dn_kernels_open_cpu(&dc, &p->device, err);
+    return dn_kernels_open_library(c->backend, &dc, &p->device, err);
 }
 
 static int open_runner(struct dn_pool *p, struct dn_err *err)

@@ -17,7 +17,7 @@
 
 struct dn_pool_conf {
     const char *name;        /* what policies call it; "main" */
-    const char *backend;     /* "cpu" */
+    const char *backend;     /* NULL or "cpu", else the path of a backend's library (kernels.h) */
     const char *isa;         /* see dn_device_conf */
     unsigned n_threads;      /* 0 = all cores */
     int weights;             /* enum dn_weight_format or DN_WEIGHTS_AUTO */

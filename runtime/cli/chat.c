@@ -7,6 +7,8 @@
 #include "engine/detokenizer.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,13 +38,35 @@ struct chat {
     uint64_t begin_ns, first_ns, last_ns, turns;
 };
 
-/* Ctrl-C stops the answer, not the program. */
+/* Ctrl-C stops the answer, not the program. The pipe makes it wake a poll, whichever thread gets the signal. */
 static volatile sig_atomic_t interrupted;
+static int interrupt_pipe[2] = {-1, -1};
 
 static void on_interrupt(int sig)
 {
     (void)sig;
+    int saved = errno;
     interrupted = 1;
+    ssize_t n = write(interrupt_pipe[1], "", 1); /* full: it is known already */
+    (void)n;
+    errno = saved;
+}
+
+static void forget_interrupt(void)
+{
+    char bytes[64];
+    while (read(interrupt_pipe[0], bytes, sizeof bytes) > 0)
+        ;
+    interrupted = 0;
+}
+
+/* False: Ctrl-C came instead of a line. */
+static bool wait_for_line(void)
+{
+    struct pollfd p[2] = {{.fd = STDIN_FILENO, .events = POLLIN}, {.fd = interrupt_pipe[0], .events = POLLIN}};
+    while (poll(p, 2, -1) < 0 && errno == EINTR)
+        ;
+    return !p[1].revents;
 }
 
 static void on_event(void *ctx, const struct dn_event *e, const struct dn_sampled *detail, uint64_t step_ns)
@@ -211,24 +235,25 @@ static bool command(struct chat *c, const char *line)
     return true;
 }
 
-static void talk(struct chat *c)
+/* Lines of a terminal, which come one a read, so that none waits in stdin's buffer while poll waits for it. */
+static int talk(struct chat *c, struct dn_err *err)
 {
-    struct sigaction action = {.sa_handler = on_interrupt}; /* no SA_RESTART: it must reach a read that waits */
+    if (pipe2(interrupt_pipe, O_CLOEXEC | O_NONBLOCK) != 0)
+        return dn_err_set(err, DN_IO, "pipe: %s", strerror(errno));
+    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = SA_RESTART};
     sigaction(SIGINT, &action, NULL);
     fputs("/reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer\n", stderr);
     char *line = NULL;
     size_t cap = 0;
     for (;;) {
-        struct dn_err err;
+        struct dn_err failed;
+        forget_interrupt();
         fputs("> ", stderr);
-        interrupted = 0;
-        errno = 0;
-        ssize_t n = getline(&line, &cap, stdin);
-        if (n < 0 && errno == EINTR && interrupted) {
-            clearerr(stdin);
+        if (!wait_for_line()) {
             fputc('\n', stderr);
             continue;
         }
+        ssize_t n = getline(&line, &cap, stdin);
         if (n < 0 || n > INPUT_MAX)
             break;
         while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r'))
@@ -238,11 +263,13 @@ static void talk(struct chat *c)
         if (line[0] == '/') {
             if (!command(c, line))
                 break;
-        } else if (say(c, line, (size_t)n, &err) != 0) {
-            fprintf(stderr, "dunlin: %s%s\n", err.text, err.code == DN_CONTEXT_LENGTH ? "; /reset starts anew" : "");
+        } else if (say(c, line, (size_t)n, &failed) != 0) {
+            fprintf(stderr, "dunlin: %s%s\n", failed.text,
+                    failed.code == DN_CONTEXT_LENGTH ? "; /reset starts anew" : "");
         }
     }
     free(line);
+    return 0;
 }
 
 static int chat(const struct options *o, const char *model, struct dn_err *err)
@@ -271,7 +298,7 @@ static int chat(const struct options *o, const char *model, struct dn_err *err)
     else if (rc == 0 && !isatty(STDIN_FILENO))
         rc = say_stdin(&c, err);
     else if (rc == 0)
-        talk(&c);
+        rc = talk(&c, err);
     dn_template_vm_close(c.vm);
     json_decref(c.messages);
     dn_buf_release(&c.answer);

@@ -259,24 +259,10 @@ static bool ask_policies(struct dn_call *c, bool admit)
 {
     struct dn_call_view v;
     struct dn_reject reject;
-    const struct dn_node *node = c->loop->node;
     dn_call_view(c, &v);
     const struct dn_node_view *n = dn_api_loop_view(c->loop);
-    bool go;
-    if (admit) {
-        go = dn_policy_admit(c->loop->policy, &v.request, n, &c->decision, &reject, &c->trace);
-    } else {
-        uint8_t salt[DN_SALT_BYTES];
-        uint32_t n_salt = choose_salt(c, salt);
-        for (int f = 0; f < DN_KV_FORMATS; f++) {
-            struct dn_hash128 root =
-                dn_prefix_root(node->pool->prefix, node->model->path,
-                               dn_weights_format_name(node->pool->weights->format), (enum dn_kv_format)f, salt, n_salt);
-            v.request.cached_tokens[f] =
-                dn_prefix_peek(node->pool->prefix, root, c->prompt.data, (uint32_t)c->prompt.len);
-        }
-        go = dn_policy_route(c->loop->policy, &v.request, n, &c->decision, &reject, &c->trace);
-    }
+    bool go = admit ? dn_policy_admit(c->loop->policy, &v.request, n, &c->decision, &reject, &c->trace)
+                    : dn_policy_route(c->loop->policy, &v.request, n, &c->decision, &reject, &c->trace);
     if (!go)
         refuse(c, &reject);
     return go;
@@ -365,6 +351,20 @@ void dn_call_begin(struct dn_api_loop *loop, struct dn_http_req *req, enum dn_en
 /* ---- Encode
  * ---------------------------------------------------------------------------------------------------------- */
 
+/* What the route hook is told of cached prefixes. Here and not on the loop: it hashes the whole prompt. */
+static void peek_prefix(struct dn_call *c)
+{
+    const struct dn_pool *pool = c->loop->node->pool;
+    uint8_t salt[DN_SALT_BYTES];
+    uint32_t n_salt = choose_salt(c, salt);
+    for (int f = 0; f < DN_KV_FORMATS; f++) {
+        struct dn_hash128 root =
+            dn_prefix_root(pool->prefix, pool->model->path, dn_weights_format_name(pool->weights->format),
+                           (enum dn_kv_format)f, salt, n_salt);
+        c->cached_tokens[f] = dn_prefix_peek(pool->prefix, root, c->prompt.data, (uint32_t)c->prompt.len);
+    }
+}
+
 static void encode_work(struct dn_job *job, struct dn_template_vm *vm)
 {
     struct dn_call *c = (struct dn_call *)job;
@@ -378,7 +378,9 @@ static void encode_work(struct dn_job *job, struct dn_template_vm *vm)
     else
         rc = dn_tokenizer_encode(node->tokenizer, c->params.prompt.at, c->params.prompt.len, DN_TOK_ADD_AFFIX,
                                  &c->prompt, &c->err);
-    if (rc == 0 && c->prompt.len == 0)
+    if (rc == 0 && c->prompt.len > 0)
+        peek_prefix(c);
+    else if (rc == 0)
         dn_err_param(&c->err, DN_INVALID_VALUE, c->endpoint == DN_ENDPOINT_CHAT ? "messages" : "prompt",
                      "the prompt is empty");
 }

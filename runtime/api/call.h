@@ -29,7 +29,8 @@ struct dn_call {
     struct dn_buf body; /* copy of the request's body while a worker has it */
     struct dn_params params;
     struct dn_tokens prompt;
-    struct dn_err err; /* of the worker's job */
+    uint32_t cached_tokens[DN_KV_FORMATS]; /* of the prompt, probably; for the route hook */
+    struct dn_err err;                     /* of the worker's job */
     struct dn_decision decision;
     struct dn_policy_trace trace;
     struct dn_output output;

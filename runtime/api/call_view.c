@@ -46,6 +46,8 @@ void dn_call_view(const struct dn_call *c, struct dn_call_view *v)
         .wish_kv = p->wish_kv,
         .wish_integrity = p->wish_integrity,
     };
+    for (int f = 0; f < DN_KV_FORMATS; f++)
+        v->request.cached_tokens[f] = c->cached_tokens[f];
     if (c->key) {
         v->request.tenant = c->key->tenant;
         v->request.key_id = c->key->id;

@@ -10,7 +10,7 @@ enum { PASS_BYTES = 640 << 10 };
 enum { PIECE_BYTES = 16 << 10 };
 /* How far ahead of use weights are asked for; the hardware's own prefetch stops at every 4 KiB. At most half the L1
  * cache. */
-enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10, ROW_AHEAD_BYTES = 1 << 10 };
+enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10, ROW_AHEAD_BYTES = 2 << 10 };
 enum { ROW_PIECES = 3 };
 
 /* Two blocks unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again for each
@@ -104,14 +104,25 @@ static struct dn_tile tile_of(const struct job *j, size_t block, size_t n_blocks
     };
 }
 
+/* Streams for n blocks of which the fewest are left over. */
+static size_t streams_of(const struct job *j, size_t n)
+{
+    size_t most = j->ops->row_blocks, fewer = most > 2 ? most - 2 : most;
+    return n % most <= n % fewer ? most : fewer;
+}
+
 /* INT8 and INT4 with one row of activations, bound by memory: blocks [begin, end) as several streams, each a share of
  * them, since one stream does not keep enough reads under way. */
 static void multiply_row(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct job *j = arg;
-    size_t n_streams = j->ops->row_blocks, step = (end - begin) / n_streams, n_steps = step;
+    size_t n_streams = streams_of(j, end - begin), step = (end - begin) / n_streams, n_steps = step;
     if (step == 0)
         n_streams = end - begin, step = n_steps = 1;
+    /* What the tiles do not ask for. */
+    for (size_t at = 0; at < ROW_AHEAD_BYTES; at += 64)
+        for (size_t i = 0; i < n_streams; i++)
+            __builtin_prefetch((const char *)j->w->data + (begin + i * step) * j->layout.block_bytes + at);
     for (size_t block = begin; block < end; block += n_streams * step) {
         /* What is left over after all streams: side by side. */
         if (end - block < n_streams * step)

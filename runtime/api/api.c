@@ -94,7 +94,7 @@ static void put_model(struct dn_json_writer *w, const struct dn_node *node)
     dn_json_key(w, "architecture");
     dn_json_string(w, dn_arch_name(node->model->hyper.arch));
     dn_json_key(w, "weights");
-    dn_json_string(w, dn_weights_format_name(node->pool->weights->format));
+    dn_json_string(w, dn_weights_main_format(node->pool->weights));
     dn_json_key(w, "kv_dtypes");
     dn_json_begin_array(w);
     for (int f = 0; f < DN_KV_FORMATS; f++)

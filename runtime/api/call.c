@@ -85,7 +85,7 @@ static void log_done(const struct dn_call *c, uint64_t now_ns)
         dn_log_uint(&l, "cached", c->output.n_cached);
         dn_log_uint(&l, "out", c->output.n_output);
         dn_log_str(&l, "kv", dn_kv_format_name(c->kv));
-        dn_log_str(&l, "weights", dn_weights_format_name(c->loop->node->pool->weights->format));
+        dn_log_str(&l, "weights", dn_weights_main_format(c->loop->node->pool->weights));
         dn_log_str(&l, "integrity", c->check ? "tag" : "off");
         dn_log_str(&l, "pool", c->loop->node->pool->conf.name);
     }
@@ -232,7 +232,7 @@ static void add_headers(struct dn_call *c)
         return;
     dn_http_add_header(c->http, "x-dunlin-kv", dn_kv_format_name(c->kv));
     dn_http_add_header(c->http, "x-dunlin-integrity", c->check ? "tag" : "off");
-    dn_http_add_header(c->http, "x-dunlin-weights", dn_weights_format_name(c->loop->node->pool->weights->format));
+    dn_http_add_header(c->http, "x-dunlin-weights", dn_weights_main_format(c->loop->node->pool->weights));
     struct dn_buf policy = {0};
     dn_policy_trace_print(&c->trace, &c->decision, &policy);
     if (policy.len)

@@ -84,7 +84,7 @@ void dn_call_result_view(const struct dn_call *c, uint64_t now_ns, struct dn_res
         .total_ms = ms(c->arrival_ns, now_ns),
         .model = node->model_name,
         .pool = node->pool->conf.name,
-        .weights = dn_weights_format_name(node->pool->weights->format),
+        .weights = dn_weights_main_format(node->pool->weights),
         .kv_dtype = dn_kv_format_name(c->kv),
         .integrity = c->check ? "tag" : "off",
     };

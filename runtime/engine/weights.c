@@ -31,6 +31,15 @@ struct jobs {
 
 /* ---- Formats ----------------------------------------------------------------------------------------------------- */
 
+const char *dn_weights_main_format(const struct dn_weights *w)
+{
+    int main_format = 0;
+    for (int f = 1; f < DN_W_FORMATS; f++)
+        if (w->format_bytes[f] > w->format_bytes[main_format])
+            main_format = f;
+    return dn_weight_format_name((enum dn_weight_format)main_format);
+}
+
 const char *dn_weights_format_name(int format)
 {
     return format == DN_WEIGHTS_AUTO ? "auto" : dn_weight_format_name((enum dn_weight_format)format);

@@ -60,6 +60,9 @@ int dn_weights_open(struct dn_device *device, const struct dn_model *model, cons
                     struct dn_weights **out, struct dn_err *err);
 void dn_weights_close(struct dn_weights *w);
 
+/* "int4": the format that most of the weights are in, whatever was asked for. */
+const char *dn_weights_main_format(const struct dn_weights *w);
+
 /* "int4" or "auto": what /metrics and the receipt call the format; and its parse ("auto" included). */
 const char *dn_weights_format_name(int format);
 int dn_weights_format_parse(const char *name, int *out);

@@ -28,7 +28,7 @@ static const struct dn_pool_view pools[STATES][2] = {
 static const struct dn_model_view rich = {
     .name = "smoke", .context_tokens = 131072, .has_weights = {true, true, true, true}, .has_kv = {true, true}};
 static const struct dn_model_view poor = {
-    .name = "smoke", .context_tokens = 2048, .has_weights = {true}, .has_kv = {true}};
+    .name = "smoke", .context_tokens = 2048, .has_weights = {true}, .has_kv = {true, true}};
 static const struct dn_node_view states[STATES] = {
     {.hour = 12,
      .wday = 3,

@@ -352,8 +352,8 @@ bool dn_sched_turn(struct dn_sched *s)
     handle(s, dn_inbox_take(&s->inbox));
     dn_sched_admit(s, dn_now_ns());
     bool worked = dn_sched_step(s);
+    publish(s); /* before the events: who has his answer finds it counted */
     deliver(s);
-    publish(s);
     return worked;
 }
 

@@ -392,7 +392,9 @@ local function run_hook(policy, view, data, hook)
   local kind, message
   if contract.is_reject(value) then
     if hook == "admit" then
-      return value
+      -- Made anew: the policy could change the table since dunlin.reject() checked what is in it.
+      return contract.reject(value.status, value.code, value.message,
+        { retry_after = value.retry_after, param = value.param })
     end
     kind, message = "type", "returned a rejection: expected it from admit, before the prompt is read"
   else

@@ -86,6 +86,26 @@ Test(hooks, what_admit_decided_is_seen_in_route)
     close_fixture(&f);
 }
 
+/* What dunlin.reject() has checked stays in the policy's hands until admit returns it. */
+Test(hooks, a_rejection_that_was_changed_is_an_error)
+{
+    static const char *const change[] = {
+        "r.message = ('x'):rep(1000)", "r.code = ('x'):rep(100)", "r.code = nil", "r.message = {}",
+        "r.param = ('x'):rep(100)",    "r.status = 200",          "r.retry_after = 'soon'",
+    };
+    for (size_t i = 0; i < sizeof change / sizeof *change; i++) {
+        char source[512];
+        snprintf(source, sizeof source,
+                 HOOK("admit", UNLESS_SMOKE "local r = dunlin.reject(429, 'slow_down', 'too fast') %s return r"),
+                 change[i]);
+        struct fixture f = open_source(source);
+        cr_assert(!admit(&f));
+        cr_assert(reject.is_failure, "%s", change[i]);
+        cr_assert(strstr(f.vm->last_error.text, "reject: "), "%s: %s", change[i], f.vm->last_error.text);
+        close_fixture(&f);
+    }
+}
+
 Test(hooks, a_rejection_arrives_and_ends_the_list)
 {
     struct dn_policy_item items[] = {

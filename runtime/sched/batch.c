@@ -24,6 +24,7 @@ uint32_t dn_batch_rows_left(const struct dn_batch *b)
 static void add_row(struct dn_batch *b, struct dn_seq *s, uint32_t token_idx, int32_t target)
 {
     struct dn_step *st = b->step;
+    DN_BUG_ON(dn_batch_rows_left(b) == 0);
     uint32_t row = st->n_rows++;
     st->row_token[row] = (int32_t)token_idx;
     struct dn_sample *p = &st->sample[row];

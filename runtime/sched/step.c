@@ -54,13 +54,15 @@ static bool have_pages(struct dn_sched *s, struct dn_seq *q, uint32_t n_tokens)
     return true;
 }
 
-/* How many of its tokens may go into this step. */
+/* How many of its tokens may go into this step. Prompt log-probabilities take a row a token, and leave one to each
+ * sequence that may still join: so there is always one for the next token. */
 static uint32_t chunk_of(const struct dn_sched *s, const struct dn_seq *q, uint32_t budget)
 {
     uint32_t n = q->n_tokens - q->n_computed;
     if (n > budget)
         n = budget;
-    uint32_t rows = dn_batch_rows_left(&s->batch);
+    uint32_t others = s->pool->conf.max_sequences - s->batch.n_seqs - 1;
+    uint32_t rows = dn_batch_rows_left(&s->batch) - others;
     if (q->req->prompt_logprobs && n > rows)
         n = rows;
     return n;

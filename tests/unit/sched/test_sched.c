@@ -239,6 +239,29 @@ Test(sched, prompt_logprobs_come_for_every_token_but_the_first)
     node_close(n);
 }
 
+/* Rows are scarcer than tokens: an echoed prompt must leave one to everyone else who may sample in the same step. */
+Test(sched, echoed_prompts_leave_a_row_to_everyone_else)
+{
+    struct answer want = alone(9, 10, 6, DN_KV_BF16);
+    struct node *n = node_open(64, 256, (struct dn_sched_conf){.decode_chunk_tokens = 256});
+    for (uint32_t i = 0; i < 3; i++) { /* each is longer than the rows of a step */
+        struct dn_request *r = request(n, i, 20 + i, 100, 4);
+        r->prompt_logprobs = true;
+        submit(n, r);
+    }
+    for (uint32_t i = 3; i < 10; i++)
+        submit(n, request(n, i, 9, 10, 6));
+    run(n);
+    for (uint32_t i = 0; i < 3; i++) {
+        cr_assert(n->answer[i].done);
+        cr_assert_eq(n->answer[i].n_prompt_events, 99);
+    }
+    for (uint32_t i = 3; i < 10; i++)
+        cr_assert(n->answer[i].done && same(&n->answer[i], &want), "request %u", i);
+    expect_no_pages_held(n);
+    node_close(n);
+}
+
 Test(sched, min_tokens_holds_stop_ids_back)
 {
     struct answer want = alone(5, 30, 40, DN_KV_BF16);

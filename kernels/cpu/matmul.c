@@ -13,9 +13,9 @@ enum { PIECE_BYTES = 16 << 10 };
 enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10, ROW_AHEAD_BYTES = 2 << 10 };
 enum { ROW_PIECES = 3 };
 
-/* Two blocks unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again for each
- * tile. */
-enum { WIDE_BYTES = 128 << 10, WIDE_CHEAP_BYTES = 32 << 10 };
+/* The blocks of a tile unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again
+ * for each tile. */
+enum { WIDE_BYTES = 256 << 10, WIDE_CHEAP_BYTES = 36 << 10 };
 
 struct job {
     const struct dn_matmul_ops *ops;
@@ -30,10 +30,11 @@ struct job {
     float *out;
     uint8_t *act;
     size_t act_row_bytes;
-    size_t n, n_tiles;             /* activation rows of this pass, in tiles of equal height or one more */
-    size_t tiles_per_item, splits; /* an item is two blocks of weights times some tiles */
-    uint32_t ahead;                /* struct dn_tile */
-    int zero;                      /* dn_act_fn; -1: activations stay f32 */
+    size_t n, n_tiles;               /* activation rows of this pass, in tiles of equal height or one more */
+    uint32_t tile_rows, tile_blocks; /* at most, in one tile */
+    size_t tiles_per_item, splits;   /* an item is tile_blocks blocks of weights times some tiles */
+    uint32_t ahead;                  /* struct dn_tile */
+    int zero;                        /* dn_act_fn; -1: activations stay f32 */
 };
 
 static const struct dn_matmul_ops *ops_of(enum dn_isa isa)
@@ -143,21 +144,23 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
     const struct dn_matrix *w = j->w;
     _Alignas(64) uint8_t wide[WIDE_BYTES];
     for (size_t item = begin; item < end; item++) {
-        size_t block = item / j->splits * 2, tile = item % j->splits * j->tiles_per_item, row = block * DN_BLOCK_ROWS;
+        size_t block = item / j->splits * j->tile_blocks, tile = item % j->splits * j->tiles_per_item,
+               row = block * DN_BLOCK_ROWS;
         size_t tile_end = tile + j->tiles_per_item < j->n_tiles ? tile + j->tiles_per_item : j->n_tiles;
-        struct dn_tile t = tile_of(j, block, block + 1 < j->layout.n_blocks ? 2 : 1, 1);
+        size_t left = j->layout.n_blocks - block, n_blocks = left < j->tile_blocks ? left : j->tile_blocks;
+        struct dn_tile t = tile_of(j, block, n_blocks, 1);
         if (j->widen && tile_end - tile >= j->widen_tiles) {
             t.wide_bytes = j->wide_bytes;
             j->widen(&t, wide);
             t.wide = wide;
             t.ahead = 0;
         }
-        /* Each tile asks for a share of the next two blocks, if they are this thread's. */
+        /* Each tile asks for a share of the next blocks, if they are this thread's. */
         size_t n_groups = w->n_in / DN_GROUP, n_shares = tile_end - tile;
         t.next = t.block;
         if (j->zero >= 0 && j->splits == 1 && item + 1 < end) {
-            t.next = t.block + 2 * j->layout.block_bytes;
-            t.next_step = (uint32_t)dn_up(2 * j->layout.block_bytes / n_shares / n_groups + 1, 64);
+            t.next = t.block + n_blocks * j->layout.block_bytes;
+            t.next_step = (uint32_t)dn_up(n_blocks * j->layout.block_bytes / n_shares / n_groups + 1, 64);
         }
         for (; tile < tile_end; tile++, t.ahead = 0) {
             size_t start = tile_start(j, tile);
@@ -170,7 +173,8 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
     }
 }
 
-static void choose_format(struct job *j)
+/* For n rows of activations. */
+static void choose_format(struct job *j, size_t n)
 {
     const struct dn_matrix *w = j->w;
     j->zero = -1;
@@ -191,12 +195,18 @@ static void choose_format(struct job *j)
         j->tile = w->symmetric ? j->ops->int4_sym : j->ops->int4;
         j->zero = w->symmetric ? 8 : 0;
         j->widen = j->ops->widen_int4;
-        j->wide_bytes = (size_t)w->n_in * DN_BLOCK_ROWS;
+        /* And f32 scales and offsets. */
+        j->wide_bytes = (size_t)w->n_in * DN_BLOCK_ROWS + w->n_in / DN_GROUP * 2 * DN_BLOCK_ROWS * sizeof(float);
     }
+    struct dn_tile_shape shape = {DN_TILE_ROWS, 2};
+    if (j->zero >= 0)
+        shape = j->zero == 0 && n > j->ops->int_shape.rows ? j->ops->int4_shape : j->ops->int_shape;
+    j->tile_rows = shape.rows;
+    j->tile_blocks = shape.blocks;
     /* Measured: unpacking INT4 within the L1 cache costs a third of a tile and saves an eighth of each; outside it
      * costs twice that, and FP8 two thirds. */
-    j->widen_tiles = w->format == DN_W_INT4 && 2 * j->wide_bytes <= WIDE_CHEAP_BYTES ? 3 : 12;
-    if (2 * j->wide_bytes > WIDE_BYTES)
+    j->widen_tiles = w->format == DN_W_INT4 && j->tile_blocks * j->wide_bytes <= WIDE_CHEAP_BYTES ? 3 : 12;
+    if (j->tile_blocks * j->wide_bytes > WIDE_BYTES)
         j->widen = NULL;
 }
 
@@ -204,8 +214,8 @@ static void choose_format(struct job *j)
 static void run_pass(const struct dn_cpu_exec *x, struct job *j)
 {
     size_t n_threads = dn_threads_count(x->threads);
-    j->n_tiles = (j->n + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
-    if (j->n_tiles <= 2)
+    j->n_tiles = (j->n + j->tile_rows - 1) / j->tile_rows;
+    if (j->n <= 2 * DN_TILE_ROWS)
         pack_activations(j, 0, j->n_tiles, 0);
     else
         dn_threads_for(x->threads, j->n_tiles, 1 + j->n_tiles / (4 * n_threads), pack_activations, j);
@@ -218,16 +228,17 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
     }
     /* Enough items for all threads: whole columns of tiles if the blocks suffice, since the block then stays in the L1
      * cache. */
-    size_t wanted = 4 * n_threads, n_blocks = (j->layout.n_blocks + 1) / 2;
+    size_t wanted = 4 * n_threads, n_blocks = (j->layout.n_blocks + j->tile_blocks - 1) / j->tile_blocks;
     j->splits = n_threads == 1 || n_blocks >= wanted ? 1 : (wanted + n_blocks - 1) / n_blocks;
     j->splits = j->splits > j->n_tiles ? j->n_tiles : j->splits;
     j->tiles_per_item = (j->n_tiles + j->splits - 1) / j->splits;
     j->splits = (j->n_tiles + j->tiles_per_item - 1) / j->tiles_per_item;
     /* Few rows: long pieces, since the first blocks of each come unasked. */
-    size_t n_items = n_blocks * j->splits, chunk = n_items / ((j->n_tiles <= 4 ? 3 : 8) * n_threads);
-    if (j->n_tiles <= 2 && chunk < PIECE_BYTES / (2 * j->layout.block_bytes))
-        chunk = PIECE_BYTES / (2 * j->layout.block_bytes);
-    /* Two blocks are read side by side: while one pair is in use, ask for the next. */
+    size_t n_items = n_blocks * j->splits, item_bytes = j->tile_blocks * j->layout.block_bytes;
+    size_t chunk = n_items / ((j->n <= 4 * DN_TILE_ROWS ? 3 : 8) * n_threads);
+    if (j->n <= 2 * DN_TILE_ROWS && chunk < PIECE_BYTES / item_bytes)
+        chunk = PIECE_BYTES / item_bytes;
+    /* Blocks are read side by side: while some are in use, ask for the next. */
     j->ahead = AHEAD_BYTES;
     if (j->n > 1 && 2 * j->layout.block_bytes <= MAX_AHEAD_BYTES)
         j->ahead = (uint32_t)(2 * j->layout.block_bytes);
@@ -239,7 +250,7 @@ void dn_cpu_matmul(const struct dn_cpu_exec *x, const float *a, size_t n, const 
 {
     DN_BUG_ON(w->bytes == 0 || w->bytes != dn_cpu_matrix_bytes(w));
     struct job j = {.ops = ops_of(x->isa), .w = w, .layout = dn_layout_of(w), .bias = bias, .act = x->scratch};
-    choose_format(&j);
+    choose_format(&j, n);
     j.act_row_bytes = j.zero < 0 ? j.layout.n_in_padded * sizeof *a : w->n_in / DN_GROUP * (size_t)DN_ACT_GROUP_BYTES;
     size_t most = PASS_BYTES / j.act_row_bytes;
     most = most < DN_TILE_ROWS ? DN_TILE_ROWS : most - most % DN_TILE_ROWS;

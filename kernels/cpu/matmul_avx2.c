@@ -345,6 +345,6 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
     }
 }
 
-const struct dn_matmul_ops dn_matmul_avx2 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym, tile_int4, act,
-                                             NULL,      NULL,     2};
+const struct dn_matmul_ops dn_matmul_avx2 = {tile_bf16, tile_fp8, tile_int8, tile_int4_sym,     tile_int4,        act,
+                                             NULL,      NULL,     2,         {DN_TILE_ROWS, 2}, {DN_TILE_ROWS, 2}};
 #endif

@@ -8,9 +8,16 @@
 /* One zmm holds 16 rows. Each tile height has its own copy of the code, so that all sums stay in registers.
  *
  * Measured on Ice Lake: two dot products or FMAs a cycle from registers, but hardly more than one 64-byte load or
- * broadcast. Thus two blocks are done at once, so that each broadcast activation is used twice: 6 rows times 2 blocks
- * make 24 registers of sums, which leaves 8 for weights. A single row is bound by memory and takes one block at a time.
- */
+ * broadcast. Thus several blocks are done at once, so that each broadcast activation is used for each of them.
+ *
+ * BF16, FP8: 6 rows times 2 blocks make 24 registers of sums, which leaves 8 for weights. A single row is bound by
+ * memory and takes one block at a time.
+ *
+ * INT8, INT4: a row and a block have three registers, sums of the high and the low halves of the activations and the
+ * f32 sum, so that each weight is loaded and unpacked once. 3 rows times 3 blocks need 11.0 cycles for a row, a block
+ * and a group, of which the dot products are 8 (both halves one after the other in one register, 6 rows times 2
+ * blocks: 13.2); with INT4's offsets, which are one FMA more, 12.0 as 4 times 2 do, whose weights are unpacked for more
+ * rows. A single row is bound by memory and takes up to 8 blocks, of as many streams. */
 
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
@@ -19,7 +26,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-enum { BLOCKS = 2, ROW_BLOCKS = 8 };
+enum { BLOCKS = 2, INT_ROWS = 4, ROW_BLOCKS = 8 };
 
 INLINE void prefetch_lines(const struct dn_tile *t, const uint8_t *at, int n)
 {
@@ -215,20 +222,6 @@ INLINE __m512i broadcast_quad(const uint8_t *p)
     return _mm512_set1_epi32(quad);
 }
 
-/* Adds the products of quad `at` of the n rows' group with one vector of each block. */
-INLINE void dot_quad(const uint8_t *act, const int at, const int nb, const int n, const __m512i w[BLOCKS],
-                     __m512i dot[BLOCKS][DN_TILE_ROWS])
-{
-    UNROLL
-    for (int m = 0; m < n; m++) {
-        __m512i a = broadcast_quad(act + m * DN_ACT_BYTES + 4 * at);
-        __asm__("" : "+v"(a)); /* broadcast() */
-        UNROLL
-        for (int b = 0; b < nb; b++)
-            dot[b][m] = _mm512_dpbusd_epi32(dot[b][m], w[b], a);
-    }
-}
-
 /* Nibbles in the high half of each byte. */
 INLINE __m512i high_nibbles(__m512i v)
 {
@@ -240,106 +233,28 @@ INLINE __m512i low_nibbles(__m512i v)
     return _mm512_and_si512(v, _mm512_set1_epi8(15));
 }
 
-INLINE void dot_group(const uint8_t *data, size_t block_bytes, const uint8_t *act, const int nb, const int n,
-                      const bool nibbles, __m512i dot[BLOCKS][DN_TILE_ROWS])
+/* Of one block: the data as in an INT8 block, then [n_in / 32][16] f32 scales, then as many offsets. */
+static void widen_block(const struct dn_tile *t, uint32_t b, uint8_t *out)
 {
-    const int n_vectors = nibbles ? 4 : 8;
-    UNROLL
-    for (int j = 0; j < n_vectors; j++) {
-        __m512i v[BLOCKS], w[BLOCKS];
+    const uint8_t *block = t->block + b * t->block_bytes, *data = block + t->data_at;
+    uint8_t *scale = out + (size_t)t->n_in * DN_BLOCK_ROWS, *offset = scale + t->n_in / DN_GROUP * 64;
+    for (uint32_t k = 0; k < t->n_in; k += DN_GROUP, data += 256, out += 512, block += 32, scale += 64, offset += 64) {
         UNROLL
-        for (int b = 0; b < nb; b++) {
-            v[b] = _mm512_load_si512(data + (size_t)b * block_bytes + 64 * j);
-            w[b] = nibbles ? low_nibbles(v[b]) : v[b];
+        for (int j = 0; j < 4; j++) {
+            __m512i v = _mm512_load_si512(data + 64 * j);
+            _mm512_store_si512(out + 64 * j, low_nibbles(v));
+            _mm512_store_si512(out + 64 * j + 256, high_nibbles(v));
         }
-        dot_quad(act, j, nb, n, w, dot);
-        if (!nibbles)
-            continue;
-        UNROLL
-        for (int b = 0; b < nb; b++)
-            w[b] = high_nibbles(v[b]);
-        dot_quad(act, j + 4, nb, n, w, dot);
+        _mm512_store_ps(scale, load_scale(block, t->scale_is_bf16));
+        if (t->data_at > t->offset_at) /* not symmetric */
+            _mm512_store_ps(offset, load_scale(block + t->offset_at, t->scale_is_bf16));
     }
 }
 
 static void widen_int4(const struct dn_tile *t, uint8_t *out)
 {
-    for (uint32_t b = 0; b < t->n_blocks; b++) {
-        const uint8_t *data = t->block + b * t->block_bytes + t->data_at;
-        uint8_t *to = out + b * t->wide_bytes;
-        for (uint32_t k = 0; k < t->n_in; k += DN_GROUP, data += 256, to += 512) {
-            UNROLL
-            for (int j = 0; j < 4; j++) {
-                __m512i v = _mm512_load_si512(data + 64 * j);
-                _mm512_store_si512(to + 64 * j, low_nibbles(v));
-                _mm512_store_si512(to + 64 * j + 256, high_nibbles(v));
-            }
-        }
-    }
-}
-
-INLINE void int_rows(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind, const bool wide)
-{
-    const uint8_t *scale = t->block, *offset = t->block + t->offset_at, *act = t->act;
-    const uint8_t *data = wide ? t->wide : t->block + t->data_at;
-    const size_t data_bytes = wide ? t->wide_bytes : t->block_bytes;
-    const uint8_t *next = nb == 1 ? t->block : t->next;
-    const bool nibbles = kind != INT8 && !wide;
-    const int group_bytes = nibbles ? 256 : 512, lines = kind == INT8 ? 9 : 5;
-    const size_t next_step = nb > 1 ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
-    __m512 sum[BLOCKS][DN_TILE_ROWS];
-    UNROLL
-    for (int b = 0; b < nb; b++) {
-        UNROLL
-        for (int m = 0; m < n; m++)
-            sum[b][m] = _mm512_setzero_ps();
-    }
-    for (uint32_t k = 0; k < t->n_in; k += DN_GROUP) {
-        const float *act_scale = (const float *)(act + n * DN_ACT_BYTES);
-        __m512i dot[BLOCKS][DN_TILE_ROWS];
-        UNROLL
-        for (int m = 0; m < n; m++)
-            dot[0][m] = dot[1][m] = _mm512_setzero_si512();
-        dot_group(data, data_bytes, act, nb, n, nibbles, dot);
-        UNROLL
-        for (int m = 0; m < n; m++) {
-            UNROLL
-            for (int b = 0; b < nb; b++) {
-                dot[b][m] = _mm512_slli_epi32(dot[b][m], 8);
-                if (kind != INT4)
-                    dot[b][m] = _mm512_add_epi32(dot[b][m], broadcast_quad((const uint8_t *)(act_scale + n + m)));
-            }
-        }
-        dot_group(data, data_bytes, act + DN_GROUP, nb, n, nibbles, dot);
-        for (size_t i = 0; nb > 1 && i < next_step; i += 64)
-            _mm_prefetch((const char *)next + i, _MM_HINT_T1);
-        UNROLL
-        for (int b = 0; b < nb; b++) {
-            if (nb == 1 && t->ahead)
-                prefetch_lines(t, next, lines);
-            __m512 ws = load_scale(scale + (size_t)b * t->block_bytes, t->scale_is_bf16), wo = ws;
-            if (kind == INT4)
-                wo = load_scale(offset + (size_t)b * t->block_bytes, t->scale_is_bf16);
-            UNROLL
-            for (int m = 0; m < n; m++) {
-                __m512 s = _mm512_mul_ps(ws, broadcast(act_scale + m));
-                sum[b][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[b][m]), s, sum[b][m]);
-                if (kind == INT4)
-                    sum[b][m] = _mm512_fmadd_ps(wo, broadcast(act_scale + n + m), sum[b][m]);
-            }
-        }
-        scale += 32;
-        offset += 32;
-        data += group_bytes;
-        next += next_step;
-        act += n * DN_ACT_GROUP_BYTES;
-    }
-    UNROLL
-    for (int b = 0; b < nb; b++) {
-        UNROLL
-        for (int m = 0; m < n; m++)
-            store(t, b, m, sum[b][m]);
-    }
+    for (uint32_t b = 0; b < t->n_blocks; b++)
+        widen_block(t, b, out + b * t->wide_bytes);
 }
 
 /* t from block b on. */
@@ -355,94 +270,202 @@ INLINE struct dn_tile from_block(const struct dn_tile *t, uint32_t b)
     return rest;
 }
 
-/* One row of activations, nb blocks side by side: both halves of the activations at once, so that each weight is loaded
- * and unpacked once. */
-INLINE void int_row(const struct dn_tile *t, const int nb, const enum int_kind kind)
+/* Where a tile is in each of its blocks, `stride` bytes apart. */
+struct at {
+    const uint8_t *data, *scale, *offset;
+    size_t stride;
+};
+
+INLINE struct at first_group(const struct dn_tile *t, const bool wide)
 {
-    const uint8_t *scale = t->block, *offset = t->block + t->offset_at, *data = t->block + t->data_at, *act = t->act;
-    const uint8_t *next = t->block + t->ahead;
-    const int n_vectors = kind == INT8 ? 8 : 4, lines = kind == INT8 ? 9 : 5,
-              step = kind == INT8   ? 544
-                     : kind == INT4 ? 320
-                                    : 288;
-    __m512 sum[ROW_BLOCKS];
-    UNROLL
-    for (int b = 0; b < nb; b++)
-        sum[b] = _mm512_setzero_ps();
-    for (uint32_t k = 0; k < t->n_in; k += DN_GROUP) {
-        const float *act_scale = (const float *)(act + DN_ACT_BYTES);
-        __m512i high[ROW_BLOCKS], low[ROW_BLOCKS];
-        UNROLL
-        for (int b = 0; b < nb; b++) {
-            high[b] = _mm512_setzero_si512();
-            low[b] = kind == INT4 ? _mm512_setzero_si512() : broadcast_quad((const uint8_t *)(act_scale + 1));
-        }
-        UNROLL
-        for (int j = 0; j < n_vectors; j++) {
-            __m512i a0 = broadcast_quad(act + 4 * j), a1 = broadcast_quad(act + DN_GROUP + 4 * j), a2 = a0, a3 = a1;
-            if (kind != INT8) {
-                a2 = broadcast_quad(act + 16 + 4 * j);
-                a3 = broadcast_quad(act + DN_GROUP + 16 + 4 * j);
-            }
-            UNROLL
-            for (int b = 0; b < nb; b++) {
-                __m512i v = _mm512_load_si512(data + (size_t)b * t->block_bytes + 64 * j);
-                __m512i w = kind == INT8 ? v : low_nibbles(v);
-                high[b] = _mm512_dpbusd_epi32(high[b], w, a0);
-                low[b] = _mm512_dpbusd_epi32(low[b], w, a1);
-                if (kind != INT8) {
-                    w = high_nibbles(v);
-                    high[b] = _mm512_dpbusd_epi32(high[b], w, a2);
-                    low[b] = _mm512_dpbusd_epi32(low[b], w, a3);
-                }
-            }
-        }
-        UNROLL
-        for (int b = 0; b < nb; b++) {
-            const size_t at = (size_t)b * t->block_bytes;
-            if (t->ahead) {
-                UNROLL
-                for (int i = 0; i < lines; i++)
-                    _mm_prefetch((const char *)next + at + 64 * i, _MM_HINT_T0);
-            }
-            __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(high[b], 8), low[b]);
-            __m512 s = _mm512_mul_ps(load_scale(scale + at, t->scale_is_bf16), broadcast(act_scale));
-            sum[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), s, sum[b]);
-            if (kind == INT4)
-                sum[b] = _mm512_fmadd_ps(load_scale(offset + at, t->scale_is_bf16), broadcast(act_scale + 1), sum[b]);
-        }
-        scale += 32;
-        offset += 32;
-        data += kind == INT8 ? 512 : 256;
-        next += step;
-        act += DN_ACT_GROUP_BYTES;
-    }
-    UNROLL
-    for (int b = 0; b < nb; b++)
-        store(t, b, 0, sum[b]);
+    if (!wide)
+        return (struct at){t->block + t->data_at, t->block, t->block + t->offset_at, t->block_bytes};
+    const uint8_t *scale = t->wide + (size_t)t->n_in * DN_BLOCK_ROWS;
+    return (struct at){t->wide, scale, scale + t->n_in / DN_GROUP * 64, t->wide_bytes};
 }
 
-INLINE void int_row_blocks(const struct dn_tile *t, const enum int_kind kind)
+INLINE __m512 scale_at(const struct dn_tile *t, const uint8_t *p, const bool wide)
 {
-    for (uint32_t b = 0, n; b < t->n_blocks; b += n) {
-        const struct dn_tile rest = from_block(t, b);
-        n = rest.n_blocks >= 8 ? 8 : rest.n_blocks >= 6 ? 6 : rest.n_blocks >= 4 ? 4 : rest.n_blocks >= 2 ? 2 : 1;
-        switch (n) {
-        case 8:
-            int_row(&rest, 8, kind);
-            break;
-        case 6:
-            int_row(&rest, 6, kind);
-            break;
-        case 4:
-            int_row(&rest, 4, kind);
-            break;
-        case 2:
-            int_row(&rest, 2, kind);
-            break;
-        default:
-            int_row(&rest, 1, kind);
+    return wide ? _mm512_load_ps(p) : load_scale(p, t->scale_is_bf16);
+}
+
+/* Adds the products of one vector of each block with quad `at` of the rows' high and low halves. */
+INLINE void dot_quad(const uint8_t *act, const int at, const int nb, const int n, const __m512i w[ROW_BLOCKS],
+                     __m512i high[ROW_BLOCKS][INT_ROWS], __m512i low[ROW_BLOCKS][INT_ROWS])
+{
+    UNROLL
+    for (int m = 0; m < n; m++) {
+        __m512i a = broadcast_quad(act + m * DN_ACT_BYTES + 4 * at);
+        __asm__("" : "+v"(a)); /* one load for all blocks */
+        UNROLL
+        for (int b = 0; b < nb; b++)
+            high[b][m] = _mm512_dpbusd_epi32(high[b][m], w[b], a);
+        a = broadcast_quad(act + m * DN_ACT_BYTES + DN_GROUP + 4 * at);
+        __asm__("" : "+v"(a));
+        UNROLL
+        for (int b = 0; b < nb; b++)
+            low[b][m] = _mm512_dpbusd_epi32(low[b][m], w[b], a);
+    }
+}
+
+/* The products of one group, both halves of the activations at once: each weight is loaded and unpacked once. */
+INLINE void dot_group(const struct at *at, const uint8_t *act, const int nb, const int n, const bool nibbles,
+                      __m512i high[ROW_BLOCKS][INT_ROWS], __m512i low[ROW_BLOCKS][INT_ROWS])
+{
+    const int n_vectors = nibbles ? 4 : 8;
+    UNROLL
+    for (int j = 0; j < n_vectors; j++) {
+        __m512i v[ROW_BLOCKS], w[ROW_BLOCKS];
+        UNROLL
+        for (int b = 0; b < nb; b++) {
+            v[b] = _mm512_load_si512(at->data + (size_t)b * at->stride + 64 * j);
+            w[b] = nibbles ? low_nibbles(v[b]) : v[b];
         }
+        dot_quad(act, j, nb, n, w, high, low);
+        if (!nibbles)
+            continue;
+        UNROLL
+        for (int b = 0; b < nb; b++)
+            w[b] = high_nibbles(v[b]);
+        dot_quad(act, j + 4, nb, n, w, high, low);
+    }
+}
+
+/* What is to come from memory: for a single row all of it, `ahead` bytes behind; else this tile's share of the next
+ * blocks. */
+INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int n, const int lines, const uint8_t *next)
+{
+    UNROLL
+    for (int b = 0; n == 1 && b < nb; b++) {
+        if (t->ahead)
+            prefetch_lines(t, next + (size_t)b * t->block_bytes, lines);
+    }
+    for (size_t i = 0; n > 1 && i < t->next_step; i += 64)
+        _mm_prefetch((const char *)next + i, _MM_HINT_T1);
+}
+
+INLINE void int_tile(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind, const bool wide)
+{
+    struct at at = first_group(t, wide);
+    const uint8_t *act = t->act, *next = n == 1 ? t->block : t->next;
+    const bool nibbles = kind != INT8 && !wide;
+    const int lines = kind == INT8 ? 9 : 5;
+    const size_t next_step = n > 1 ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
+    __m512 sum[ROW_BLOCKS][INT_ROWS];
+    UNROLL
+    for (int b = 0; b < nb; b++) {
+        UNROLL
+        for (int m = 0; m < n; m++)
+            sum[b][m] = _mm512_setzero_ps();
+    }
+    for (uint32_t k = 0; k < t->n_in; k += DN_GROUP) {
+        const float *act_scale = (const float *)(act + n * DN_ACT_BYTES);
+        __m512i high[ROW_BLOCKS][INT_ROWS], low[ROW_BLOCKS][INT_ROWS];
+        UNROLL
+        for (int m = 0; m < n; m++) {
+            __m512i start =
+                kind == INT4 ? _mm512_setzero_si512() : broadcast_quad((const uint8_t *)(act_scale + n + m));
+            UNROLL
+            for (int b = 0; b < nb; b++) {
+                high[b][m] = _mm512_setzero_si512();
+                low[b][m] = start;
+            }
+        }
+        dot_group(&at, act, nb, n, nibbles, high, low);
+        prefetch_group(t, nb, n, lines, next);
+        UNROLL
+        for (int b = 0; b < nb; b++) {
+            __m512 ws = scale_at(t, at.scale + (size_t)b * at.stride, wide), wo = ws;
+            if (kind == INT4)
+                wo = scale_at(t, at.offset + (size_t)b * at.stride, wide);
+            UNROLL
+            for (int m = 0; m < n; m++) {
+                __m512i dot = _mm512_add_epi32(_mm512_slli_epi32(high[b][m], 8), low[b][m]);
+                __m512 s = _mm512_mul_ps(ws, broadcast(act_scale + m));
+                sum[b][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), s, sum[b][m]);
+                if (kind == INT4)
+                    sum[b][m] = _mm512_fmadd_ps(wo, broadcast(act_scale + n + m), sum[b][m]);
+            }
+        }
+        at.scale += wide ? 64 : 32;
+        at.offset += wide ? 64 : 32;
+        at.data += nibbles ? 256 : 512;
+        next += next_step;
+        act += n * DN_ACT_GROUP_BYTES;
+    }
+    UNROLL
+    for (int b = 0; b < nb; b++) {
+        UNROLL
+        for (int m = 0; m < n; m++)
+            store(t, b, m, sum[b][m]);
+    }
+}
+
+INLINE void int_row(const struct dn_tile *t, const uint32_t nb, const enum int_kind kind)
+{
+    switch (nb) {
+    case 8:
+        int_tile(t, 8, 1, kind, false);
+        break;
+    case 6:
+        int_tile(t, 6, 1, kind, false);
+        break;
+    case 4:
+        int_tile(t, 4, 1, kind, false);
+        break;
+    case 2:
+        int_tile(t, 2, 1, kind, false);
+        break;
+    default:
+        int_tile(t, 1, 1, kind, false);
+    }
+}
+
+INLINE void int_rows(const struct dn_tile *t, const uint32_t nb, const enum int_kind kind, const bool wide)
+{
+    enum { ROW = 4 };
+    switch (t->n_rows * ROW + nb) {
+    case 2 * ROW + 1:
+        int_tile(t, 1, 2, kind, wide);
+        break;
+    case 2 * ROW + 2:
+        int_tile(t, 2, 2, kind, wide);
+        break;
+    case 2 * ROW + 3:
+        int_tile(t, 3, 2, kind, wide);
+        break;
+    case 3 * ROW + 1:
+        int_tile(t, 1, 3, kind, wide);
+        break;
+    case 3 * ROW + 2:
+        int_tile(t, 2, 3, kind, wide);
+        break;
+    case 3 * ROW + 3:
+        int_tile(t, 3, 3, kind, wide);
+        break;
+    case 4 * ROW + 1:
+        int_tile(t, 1, 4, kind, wide);
+        break;
+    default:
+        int_tile(t, 2, 4, kind, wide);
+    }
+}
+
+INLINE void int_blocks(const struct dn_tile *t, const enum int_kind kind)
+{
+    for (uint32_t b = 0, nb; b < t->n_blocks; b += nb) {
+        const struct dn_tile rest = from_block(t, b);
+        uint32_t left = rest.n_blocks;
+        if (t->n_rows == 1) {
+            nb = left >= 8 ? 8 : left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            int_row(&rest, nb, kind);
+            continue;
+        }
+        nb = left >= 3 && t->n_rows < 4 ? 3 : left >= 2 ? 2 : 1;
+        if (kind != INT8 && t->wide)
+            int_rows(&rest, nb, kind, true);
+        else
+            int_rows(&rest, nb, kind, false);
     }
 }
 
@@ -505,37 +528,17 @@ static void tile_fp8(const struct dn_tile *t)
 
 static void tile_int8(const struct dn_tile *t)
 {
-    if (t->n_rows == 1) {
-        int_row_blocks(t, INT8);
-        return;
-    }
-    BY_HEIGHT(int_rows, , INT8, false)
+    int_blocks(t, INT8);
 }
 
 static void tile_int4_sym(const struct dn_tile *t)
 {
-    if (t->n_rows == 1) {
-        int_row_blocks(t, INT4_SYM);
-        return;
-    }
-    if (t->wide) {
-        BY_HEIGHT(int_rows, , INT4_SYM, true)
-        return;
-    }
-    BY_HEIGHT(int_rows, , INT4_SYM, false)
+    int_blocks(t, INT4_SYM);
 }
 
 static void tile_int4(const struct dn_tile *t)
 {
-    if (t->n_rows == 1) {
-        int_row_blocks(t, INT4);
-        return;
-    }
-    if (t->wide) {
-        BY_HEIGHT(int_rows, , INT4, true)
-        return;
-    }
-    BY_HEIGHT(int_rows, , INT4, false)
+    int_blocks(t, INT4);
 }
 
 static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_t *out)
@@ -577,6 +580,6 @@ static void act(const float *a, uint32_t n_in, uint32_t n_rows, int zero, uint8_
     }
 }
 
-const struct dn_matmul_ops dn_matmul_avx512 = {tile_bf16, tile_fp8,  tile_int8,  tile_int4_sym, tile_int4,
-                                               act,       widen_fp8, widen_int4, ROW_BLOCKS};
+const struct dn_matmul_ops dn_matmul_avx512 = {tile_bf16, tile_fp8,   tile_int8,  tile_int4_sym, tile_int4,    act,
+                                               widen_fp8, widen_int4, ROW_BLOCKS, {3, 3},        {INT_ROWS, 2}};
 #endif

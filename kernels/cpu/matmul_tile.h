@@ -1,4 +1,4 @@
-/* Inside the matmuls: one or two blocks of 16 weight rows times one tile of activation rows, for each instruction set.
+/* Inside the matmuls: some blocks of 16 weight rows times one tile of activation rows, for each instruction set.
  *
  * matmul.c cuts the work and calls these through a table; both layouts are described in matmul_layout.h. The sum of an
  * output runs in the same order in every tile height. Borrowed pointers only; any thread.
@@ -15,11 +15,11 @@ struct dn_tile {
     float *out;           /* [n_rows][out_stride], first of these blocks' columns */
     size_t out_stride;    /* floats */
     uint32_t n_in, n_out; /* n_out: rows of weights that exist from the first block's on */
-    uint32_t n_blocks;    /* 1 or 2; 1..dn_matmul_ops.row_blocks if n_rows is 1 */
+    uint32_t n_blocks;    /* 1..2, or as dn_matmul_ops says */
     uint32_t block_rows;  /* rows of weights from one block to the next: DN_BLOCK_ROWS if they are neighbours */
     uint32_t n_rows;      /* activation rows, 1..DN_TILE_ROWS */
     uint32_t ahead;       /* if not 0, the blocks come from memory: ask for what lies so many bytes behind */
-    /* INT8 and INT4 with two blocks and AVX-512: the next two blocks. Each tile asks for its share while it
+    /* INT8 and INT4 with several rows and AVX-512: the next blocks. Each tile asks for its share while it
      * computes, next_step bytes in each group of inputs. */
     const uint8_t *next;
     uint32_t next_step;
@@ -45,6 +45,11 @@ struct dn_matmul_ops {
     dn_act_fn *act;
     dn_widen_fn *widen_fp8, *widen_int4; /* NULL: not worth it */
     uint32_t row_blocks;                 /* blocks side by side for INT8 and INT4 with one row of activations */
+    /* Tiles of INT8 and INT4, at most: int4_shape for INT4 with offsets and more rows than int_shape has. Others have
+     * DN_TILE_ROWS rows and two blocks. */
+    struct dn_tile_shape {
+        uint32_t rows, blocks;
+    } int_shape, int4_shape;
 };
 
 extern const struct dn_matmul_ops dn_matmul_portable;

@@ -209,6 +209,8 @@ Test(matmul, a_row_has_the_same_bits_in_every_batch_and_with_any_threads)
         for (int k = 0; k < N_KINDS; k++) {
             same_bits((enum dn_isa)isa, &kinds[k], 41, 608, 75);
             same_bits((enum dn_isa)isa, &kinds[k], 200, 96, 19);
+            /* A single row: several streams of several blocks each, blocks left over, rows short of the last block. */
+            same_bits((enum dn_isa)isa, &kinds[k], 327, 64, 9);
             /* More activations than one pass takes. */
             same_bits((enum dn_isa)isa, &kinds[k], 17, 4096, 200);
         }

@@ -159,21 +159,37 @@ static void finish(struct dn_sched *s, struct dn_seq *q, enum dn_finish why, uin
     dn_sched_end(s, q);
 }
 
-static void prompt_rows(struct dn_sched *s, struct dn_seq *q, const struct dn_step *st, uint32_t n_rows)
+/* Logits that are not finite: what the sequence has in its pages can't be trusted either. None is found again. */
+static void numeric_error(struct dn_sched *s, struct dn_seq *q)
+{
+    const uint32_t n_pages = dn_pages_count(s->pool->pages);
+    for (uint32_t i = 0; i < q->n_pages; i++)
+        if (q->page[i].page < n_pages)
+            dn_prefix_forget(s->pool->prefix, q->page[i].page);
+    dn_sched_fail(s, q, DN_NUMERIC);
+}
+
+/* False: one was not finite, and the sequence has ended. */
+static bool prompt_rows(struct dn_sched *s, struct dn_seq *q, const struct dn_step *st, uint32_t n_rows)
 {
     for (uint32_t i = 0; i < n_rows; i++) {
         const struct dn_sampled *r = &st->result[q->first_row + i];
+        if (r->id < 0) {
+            numeric_error(s, q);
+            return false;
+        }
         uint32_t n = ++q->n_prompt_reported;
         dn_sched_emit(s, q,
                       (struct dn_event){.kind = DN_EVENT_PROMPT, .token = q->token[n], .logprob = r->logprob, .n = n},
                       r->n_top > 0 ? r : NULL);
     }
+    return true;
 }
 
 static void output_row(struct dn_sched *s, struct dn_seq *q, const struct dn_sampled *r, uint64_t now_ns)
 {
     if (r->id < 0) {
-        dn_sched_fail(s, q, DN_NUMERIC);
+        numeric_error(s, q);
         return;
     }
     bool stop = is_stop_id(s, q, r->id);
@@ -212,7 +228,8 @@ static void take_results(struct dn_sched *s, struct dn_seq *q, uint32_t idx, uin
     bool sampled = q->n_computed == q->n_tokens && q->req->max_tokens > 0;
     if (sampled)
         n_rows--;
-    prompt_rows(s, q, st, n_rows);
+    if (!prompt_rows(s, q, st, n_rows))
+        return;
     if (sampled)
         output_row(s, q, &st->result[q->first_row + n_rows], now_ns);
     else if (q->n_computed == q->n_tokens)

@@ -4,6 +4,8 @@
  */
 #include "node.h"
 
+#include <math.h>
+
 enum { VICTIM = 0, NEIGHBOUR = 1, N_PROMPT = 70, N_OUTPUT = 60 };
 
 /* Victim and neighbour in mid-generation: both decode. */
@@ -209,4 +211,29 @@ Test(faults, off_runs_no_check)
     run(n);
     cr_assert_eq(n->sched->now.integrity_checks, 0);
     node_close(n);
+}
+
+/* ---- Logits that are not finite ---- */
+
+Test(faults, pages_of_a_numeric_error_are_never_found_again)
+{
+    for (int echo = 0; echo < 2; echo++) {
+        struct answer want = alone(1, N_PROMPT, N_OUTPUT, DN_KV_BF16);
+        struct node *n = node_open(64, 32, (struct dn_sched_conf){0});
+        float *weight = n->pool->weights->layer[0].attn_norm, sound = weight[0];
+        struct dn_request *r = request(n, VICTIM, 1, N_PROMPT, N_OUTPUT);
+        r->prompt_logprobs = echo;
+        weight[0] = NAN;
+        submit(n, r);
+        run(n);
+        cr_assert_eq(n->answer[VICTIM].code, DN_NUMERIC);
+        cr_assert_eq(n->answer[VICTIM].n + n->answer[VICTIM].n_prompt_events, 0);
+        weight[0] = sound;
+        submit(n, request(n, 2, 1, N_PROMPT, N_OUTPUT));
+        run(n);
+        cr_assert_eq(n->answer[2].cached, 0);
+        cr_assert(same(&n->answer[2], &want));
+        expect_no_pages_held(n);
+        node_close(n);
+    }
 }

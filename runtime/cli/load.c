@@ -4,18 +4,6 @@
 
 #include <stdlib.h>
 
-static int open_tokenizer(struct dn_loaded *l, struct dn_err *err)
-{
-    const struct dn_model *m = l->model;
-    if (m->gguf)
-        return dn_tokenizer_read_gguf(&l->tokenizer, m->gguf, err);
-    if (m->tokenizer_json)
-        return dn_tokenizer_open_json(&l->tokenizer, m->tokenizer_json, m->tokenizer_config, err);
-    if (m->tokenizer_tiktoken)
-        return dn_tokenizer_open_tiktoken(&l->tokenizer, m->tokenizer_tiktoken, m->tokenizer_config, "kimi-k2", err);
-    return dn_err_set(err, DN_MODEL_FILE, "no tokenizer: expected tokenizer.json or tiktoken.model beside the weights");
-}
-
 /* The text of a special token; "" if there is none. The buffer holds it. */
 static const char *token_text(const struct dn_loaded *l, int32_t id, struct dn_buf *buf)
 {
@@ -46,8 +34,12 @@ int dn_load_model(const char *path, const char *template_file, struct dn_loaded 
     int rc = dn_model_open(path, &out->model, err);
     if (rc != 0)
         return rc;
-    rc = open_tokenizer(out, err);
-    if (rc == 0 && template_file && template_file[0]) {
+    rc = dn_model_open_tokenizer(out->model, &out->tokenizer, err);
+    if (rc != 0) {
+        dn_load_release(out);
+        return rc;
+    }
+    if (template_file && template_file[0]) {
         char *text;
         size_t n;
         rc = dn_mapfile_read_text(template_file, 1 << 20, &text, &n, err);
@@ -55,7 +47,7 @@ int dn_load_model(const char *path, const char *template_file, struct dn_loaded 
             rc = open_template(out, text, n, err);
             free(text);
         }
-    } else if (rc == 0 && out->model->chat_template) {
+    } else if (out->model->chat_template) {
         rc = open_template(out, out->model->chat_template, out->model->chat_template_len, err);
     }
     if (rc != 0) {
@@ -69,8 +61,6 @@ int dn_load_pool(struct dn_loaded *l, const struct dn_pool_conf *conf, struct dn
 {
     struct dn_pool_conf c = *conf;
     c.n_valid = (uint32_t)dn_tokenizer_n_vocab(l->tokenizer);
-    if (c.n_valid > l->model->hyper.n_vocab)
-        c.n_valid = l->model->hyper.n_vocab;
     return dn_pool_open(&c, l->model, &l->pool, err);
 }
 

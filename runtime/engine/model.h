@@ -105,7 +105,8 @@ const struct dn_tensor *dn_model_tensor(const struct dn_model *m, enum dn_tensor
 /* Bytes that one token takes in the KV cache, without page rounding: bf16 and fp8 (with its scales). */
 uint64_t dn_model_kv_bytes(const struct dn_model *m, bool fp8);
 
-/* The model's tokenizer, which the caller closes; the model need not outlive it. Errors begin with the path. */
+/* The model's tokenizer, which the caller closes; the model need not outlive it. None of its ids is n_vocab or above.
+ * Errors begin with the path. */
 struct dn_tokenizer;
 int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err);
 

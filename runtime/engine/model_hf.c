@@ -310,7 +310,7 @@ int dn_model_read_hf(struct dn_model *m, struct dn_err *err)
     return 0;
 }
 
-int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err)
+static int open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err)
 {
     if (m->source == DN_MODEL_GGUF) {
         int code = dn_tokenizer_read_gguf(out, m->gguf, err);
@@ -321,4 +321,23 @@ int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out,
     if (m->tokenizer_tiktoken != NULL)
         return dn_tokenizer_open_tiktoken(out, m->tokenizer_tiktoken, m->tokenizer_config, "kimi-k2", err);
     return dn_err_set(err, DN_MODEL_FILE, "%s: neither tokenizer.json nor tiktoken.model is there", m->path);
+}
+
+int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err)
+{
+    struct dn_tokenizer *t;
+    int code = open_tokenizer(m, &t, err);
+    if (code != 0)
+        return code;
+    /* A prompt's ids index the embedding table: one beyond it must never come out of a text. */
+    int32_t n = dn_tokenizer_n_vocab(t);
+    if ((uint32_t)n > m->hyper.n_vocab) {
+        dn_tokenizer_close(t);
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "%s: the tokenizer has ids up to %" PRId32 ", but the embedding table has only %" PRIu32
+                          " rows",
+                          m->path, n - 1, m->hyper.n_vocab);
+    }
+    *out = t;
+    return 0;
 }

@@ -2,6 +2,7 @@
 
 #include "engine/gguf_write.h"
 #include "engine/tiny.h"
+#include "engine/tokenizer.h"
 #include "unit/engine/tiny_checkpoint.h"
 
 #include <math.h>
@@ -48,6 +49,32 @@ Test(model, a_checkpoint_folder_is_described)
     cr_assert_str_eq(m->name, folder + 5, "\"%s\" is the folder's own name, not the path's last part", m->name);
     dn_model_close(m);
     dn_buf_release(&b);
+    tiny_remove(folder);
+}
+
+/* What a client's text becomes is looked up in the embedding table. */
+Test(model, a_tokenizer_with_ids_beyond_the_embedding_is_refused)
+{
+    const char *folder = tiny_checkpoint(&TINY_KIND[1], 1, DN_TT_BF16, "");
+    struct dn_model *m;
+    struct dn_tokenizer *t = NULL;
+    struct dn_err err = {0};
+    for (int id = 255; id <= 256; id++) {
+        struct dn_buf b = {0};
+        dn_buf_printf(&b,
+                      "{\"pre_tokenizer\":{\"type\":\"ByteLevel\"},\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{"
+                      "\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":%d},\"merges\":[]}}",
+                      id);
+        tiny_file(folder, "tokenizer.json", &b);
+        dn_buf_release(&b);
+        cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+        int rc = dn_model_open_tokenizer(m, &t, &err);
+        cr_assert_eq(rc, id < 256 ? 0 : -DN_MODEL_FILE, "%s", err.text);
+        if (rc == 0)
+            dn_tokenizer_close(t);
+        dn_model_close(m);
+    }
+    cr_assert(strstr(err.text, "ids up to 256, but the embedding table has only 256 rows"), "%s", err.text);
     tiny_remove(folder);
 }
 

@@ -11,7 +11,8 @@ enum { PIECE_BYTES = 16 << 10 };
 /* How far ahead of use weights are asked for; the hardware's own prefetch stops at every 4 KiB. At most half the L1
  * cache. */
 enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10, ROW_AHEAD_BYTES = 2 << 10 };
-enum { ROW_PIECES = 3 };
+/* One row of activations: pieces for each thread, of at least so many blocks, since each begins with cold streams. */
+enum { ROW_PIECES = 3, ROW_PIECE_BLOCKS = 24 };
 
 /* The blocks of a tile unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again
  * for each tile. */
@@ -221,7 +222,8 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
         dn_threads_for(x->threads, j->n_tiles, 1 + j->n_tiles / (4 * n_threads), pack_activations, j);
 
     if (j->n == 1 && j->zero >= 0) {
-        size_t pieces = n_threads == 1 ? 1 : ROW_PIECES * n_threads;
+        bool is_long = j->layout.n_blocks >= ROW_PIECE_BLOCKS * ROW_PIECES * n_threads;
+        size_t pieces = n_threads > 1 && is_long ? ROW_PIECES * n_threads : n_threads;
         j->ahead = ROW_AHEAD_BYTES;
         dn_threads_for(x->threads, j->layout.n_blocks, (j->layout.n_blocks + pieces - 1) / pieces, multiply_row, j);
         return;

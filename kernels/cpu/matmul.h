@@ -4,7 +4,7 @@
  * order, so that one vector holds the same inputs of 16 rows and no sum runs across a vector.
  *
  * Arithmetic: BF16 and FP8 weights are widened exactly and multiplied with f32 activations in f32. For INT8 and INT4
- * the activations are first rounded to 8 bits with one f32 scale for each row and group of 32 inputs, products are
+ * the activations are first rounded to 16 bits with one f32 scale for each row and group of 32 inputs, products are
  * summed exactly within a group and in f32 over groups. Sums run in one fixed order for each instruction set, so that
  * the result for a row depends on nothing but that row: not on n, the threads or the rows around it. A row with an
  * infinite or NaN activation gives NaN in all outputs for INT8 and INT4, and what IEEE gives for BF16 and FP8; other

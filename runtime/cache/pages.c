@@ -35,6 +35,7 @@ struct dn_pages {
     uint64_t *tag;
     uint64_t epoch, seed;
     struct list lru[DN_KV_FORMATS];
+    uint32_t promised[DN_KV_FORMATS];
     uint32_t dirty_first, dirty_end;
     void (*evict)(void *user, uint32_t page);
     void *evict_user;
@@ -189,27 +190,39 @@ static uint32_t find_emptiable_slab(const struct dn_pages *p)
     return best;
 }
 
-static uint32_t find_free(struct dn_pages *p, enum dn_kv_format f)
+/* No page of it is held: its memory can still become any format's. */
+static bool is_whole(const struct slab *slab)
 {
-    uint32_t empty = NONE;
-    for (uint32_t s = 0; s < p->n_slabs; s++) { /* fill slabs from the front, so that the last ones stay whole */
-        if (p->slab[s].format == (int8_t)f && p->slab[s].n_free > 0)
-            return p->slab[s].first_free;
-        if (p->slab[s].format < 0 && empty == NONE)
-            empty = s;
-    }
-    if (empty != NONE) {
-        slab_set_format(p, empty, f);
-        return p->slab[empty].first_free;
-    }
-    if (p->lru[f].first != NONE) {
-        uint32_t page = p->lru[f].first;
-        struct slab *slab = slab_of(p, page);
-        evict_page(p, page);
-        if (slab->format < 0)
-            slab_set_format(p, (uint32_t)(slab - p->slab), f);
-        return slab->n_free > 0 ? slab->first_free : find_free(p, f);
-    }
+    return slab->format < 0 || slab->n_held + slab->n_quarantined == 0;
+}
+
+/* Whole slabs that a format needs for `want` pages when slabs in use have `have` left for it. */
+static uint64_t slabs_needed(const struct dn_pages *p, int f, uint64_t want, uint64_t have)
+{
+    uint32_t per_slab = p->layout.format[f].pages_per_slab;
+    return want > have ? (want - have + per_slab - 1) / per_slab : 0;
+}
+
+/* The longest unused page of a slab in use. */
+static uint32_t oldest_in_use(const struct dn_pages *p, enum dn_kv_format f)
+{
+    uint32_t page = p->lru[f].first;
+    while (page != NONE && is_whole(slab_of(p, page)))
+        page = p->page[page].next;
+    return page;
+}
+
+static uint32_t take_oldest(struct dn_pages *p, enum dn_kv_format f, uint32_t page)
+{
+    struct slab *slab = slab_of(p, page);
+    evict_page(p, page);
+    if (slab->format < 0)
+        slab_set_format(p, (uint32_t)(slab - p->slab), f);
+    return slab->first_free;
+}
+
+static uint32_t empty_slab(struct dn_pages *p, enum dn_kv_format f)
+{
     uint32_t s = find_emptiable_slab(p);
     if (s == NONE)
         return NONE;
@@ -217,10 +230,43 @@ static uint32_t find_free(struct dn_pages *p, enum dn_kv_format f)
     for (uint32_t i = 0; i < p->layout.slab_pages && p->slab[s].format >= 0; i++)
         if (p->page[first + i].state == PAGE_CACHED)
             evict_page(p, first + i);
-    if (p->slab[s].format >= 0) /* a suspect page stayed behind in quarantine */
-        return find_free(p, f);
     slab_set_format(p, s, f);
     return p->slab[s].first_free;
+}
+
+/* Slabs in use are filled first, from the front, so that others stay whole. A whole one is opened before cached pages
+ * are evicted, unless the other format's promises need it. */
+static uint32_t find_free(struct dn_pages *p, enum dn_kv_format f)
+{
+    uint32_t own = NONE, empty = NONE;
+    uint64_t have[DN_KV_FORMATS] = {0}, n_whole = 0, n_needed = 0;
+    for (uint32_t s = 0; s < p->n_slabs; s++) {
+        const struct slab *slab = &p->slab[s];
+        if (!is_whole(slab) && slab->format == (int8_t)f && slab->n_free > 0)
+            return slab->first_free;
+        if (!is_whole(slab)) {
+            have[slab->format] += slab->n_free + slab->n_cached;
+            continue;
+        }
+        n_whole++;
+        if (slab->format < 0 && empty == NONE)
+            empty = s;
+        else if (slab->format == (int8_t)f && slab->n_free > 0 && own == NONE)
+            own = s;
+    }
+    for (int other = 0; other < DN_KV_FORMATS; other++)
+        if (other != (int)f)
+            n_needed += slabs_needed(p, other, p->promised[other], have[other]);
+    uint32_t oldest = n_whole > n_needed ? NONE : oldest_in_use(p, f);
+    if (oldest != NONE)
+        return take_oldest(p, f, oldest);
+    if (own != NONE)
+        return p->slab[own].first_free;
+    if (empty != NONE) {
+        slab_set_format(p, empty, f);
+        return p->slab[empty].first_free;
+    }
+    return p->lru[f].first != NONE ? take_oldest(p, f, p->lru[f].first) : empty_slab(p, f);
 }
 
 int dn_pages_take(struct dn_pages *p, enum dn_kv_format f, struct dn_page_ref *out)
@@ -234,6 +280,7 @@ int dn_pages_take(struct dn_pages *p, enum dn_kv_format f, struct dn_page_ref *o
     slab->first_free = g->next;
     slab->n_free--;
     slab->n_held++;
+    p->promised[f] -= p->promised[f] > 0;
     *g = (struct page){.refs = 1, .state = PAGE_HELD};
     retag(p, page);
     *out = (struct dn_page_ref){page, p->tag[page]};
@@ -359,22 +406,23 @@ uint32_t dn_pages_audit(struct dn_pages *p, const uint32_t *refs)
 
 bool dn_pages_can_take(const struct dn_pages *p, const uint32_t want[DN_KV_FORMATS])
 {
-    /* What slabs of the right format have left, and how many slabs could still change theirs. */
-    uint64_t have[DN_KV_FORMATS] = {0}, whole = 0;
+    /* What slabs in use have left, and how many slabs could still change their format. */
+    uint64_t have[DN_KV_FORMATS] = {0}, n_whole = 0, n_needed = 0;
     for (uint32_t s = 0; s < p->n_slabs; s++) {
         const struct slab *slab = &p->slab[s];
-        if (slab->format < 0 || slab->n_held + slab->n_quarantined == 0)
-            whole++;
+        if (is_whole(slab))
+            n_whole++;
         else
             have[slab->format] += slab->n_free + slab->n_cached;
     }
-    uint64_t need_slabs = 0;
-    for (int f = 0; f < DN_KV_FORMATS; f++) {
-        uint64_t missing = want[f] > have[f] ? want[f] - have[f] : 0;
-        uint32_t per_slab = p->layout.format[f].pages_per_slab;
-        need_slabs += (missing + per_slab - 1) / per_slab;
-    }
-    return need_slabs <= whole;
+    for (int f = 0; f < DN_KV_FORMATS; f++)
+        n_needed += slabs_needed(p, f, want[f], have[f]);
+    return n_needed <= n_whole;
+}
+
+void dn_pages_promise(struct dn_pages *p, const uint32_t want[DN_KV_FORMATS])
+{
+    memcpy(p->promised, want, sizeof p->promised);
 }
 
 const uint64_t *dn_pages_tags(const struct dn_pages *p)

@@ -53,6 +53,9 @@ uint32_t dn_pages_audit(struct dn_pages *p, const uint32_t *refs);
 /* Whether `want[f]` further pages of each format can be had together, cached pages evicted if need be. Never changes
  * anything. */
 bool dn_pages_can_take(const struct dn_pages *p, const uint32_t want[DN_KV_FORMATS]);
+/* Those pages are promised now, in the place of all earlier promises: what dn_pages_can_take() says of them stays true
+ * while they are taken, in any order of the formats. Each take counts as one kept. */
+void dn_pages_promise(struct dn_pages *p, const uint32_t want[DN_KV_FORMATS]);
 
 /* The truth about tags, [dn_pages_count()] long, and the range that changed since the last call (n = 0: none). */
 const uint64_t *dn_pages_tags(const struct dn_pages *p);

@@ -188,10 +188,9 @@ static uint32_t promised_pages(const struct dn_sched *s, const struct dn_seq *q)
     return pages < q->cap_pages ? pages : q->cap_pages;
 }
 
-static bool fits(struct dn_sched *s, const struct dn_seq *q)
+void dn_sched_promised(const struct dn_sched *s, uint32_t want[DN_KV_FORMATS])
 {
-    uint32_t want[DN_KV_FORMATS] = {0};
-    want[q->req->kv] = promised_pages(s, q) - q->n_pages;
+    memset(want, 0, DN_KV_FORMATS * sizeof *want);
     for (uint32_t i = 0; i < s->pool->conf.max_sequences; i++) {
         const struct dn_seq *r = s->running[i];
         if (r) {
@@ -199,6 +198,13 @@ static bool fits(struct dn_sched *s, const struct dn_seq *q)
             want[r->req->kv] += promised > r->n_pages ? promised - r->n_pages : 0;
         }
     }
+}
+
+static bool fits(struct dn_sched *s, const struct dn_seq *q)
+{
+    uint32_t want[DN_KV_FORMATS];
+    dn_sched_promised(s, want);
+    want[q->req->kv] += promised_pages(s, q) - q->n_pages;
     return dn_pages_can_take(s->pool->pages, want);
 }
 

@@ -46,6 +46,8 @@ void dn_sched_end(struct dn_sched *s, struct dn_seq *q); /* gives pages and slot
 void dn_sched_fail(struct dn_sched *s, struct dn_seq *q, int code);
 void dn_sched_preempt(struct dn_sched *s, struct dn_seq *q); /* back to the queue, to be computed again */
 void dn_sched_admit(struct dn_sched *s, uint64_t now_ns);
+/* Pages of each format that the running sequences may still take without asking again. */
+void dn_sched_promised(const struct dn_sched *s, uint32_t want[DN_KV_FORMATS]);
 
 /* step.c: one step over what runs. False if nothing could be computed. */
 bool dn_sched_step(struct dn_sched *s);

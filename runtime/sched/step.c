@@ -70,6 +70,9 @@ static uint32_t chunk_of(const struct dn_sched *s, const struct dn_seq *q, uint3
 
 static void build(struct dn_sched *s)
 {
+    uint32_t promised[DN_KV_FORMATS];
+    dn_sched_promised(s, promised);
+    dn_pages_promise(s->pool->pages, promised);
     dn_batch_begin(&s->batch);
     uint32_t n = sort_runnable(s);
     for (uint32_t i = 0; i < n; i++) { /* decoding sequences: one token each, all of them */

@@ -148,7 +148,7 @@ Test(pages, can_take_tells_what_take_will_do)
 {
     /* Random histories; the promise must hold for every mix that it grants, and be refused only if it can't be kept. */
     unsigned seed = 1;
-    for (int round = 0; round < 200; round++) {
+    for (int round = 0; round < 2000; round++) {
         struct dn_pages *p = open_pages(3);
         struct dn_page_ref held[64];
         int n = 0;
@@ -158,17 +158,47 @@ Test(pages, can_take_tells_what_take_will_do)
             struct dn_page_ref r;
             if (x % 3 && n < 24 && dn_pages_take(p, x & 8 ? DN_KV_FP8 : DN_KV_BF16, &r) == 0)
                 held[n++] = r;
-            else if (n > 0)
-                cr_assert_eq(dn_pages_put(p, held[--n], x & 16), 0);
+            else if (n > 0) {
+                int at = (int)(x >> 5) % n;
+                cr_assert_eq(dn_pages_put(p, held[at], x & 16), 0);
+                held[at] = held[--n];
+            }
         }
         uint32_t want[DN_KV_FORMATS] = {(seed >> 10) % 8, (seed >> 20) % 12};
         bool promised = dn_pages_can_take(p, want);
         bool kept = true;
-        struct dn_page_ref r;
-        for (int f = 0; f < DN_KV_FORMATS; f++)
-            for (uint32_t i = 0; i < want[f]; i++)
-                kept = dn_pages_take(p, (enum dn_kv_format)f, &r) == 0 && kept;
+        uint32_t left[DN_KV_FORMATS] = {want[0], want[1]};
+        dn_pages_promise(p, want);
+        while (left[0] + left[1] > 0) { /* in any order */
+            seed = seed * 1103515245 + 12345;
+            int f = (seed >> 16) % (left[0] + left[1]) < left[0] ? DN_KV_BF16 : DN_KV_FP8;
+            struct dn_page_ref r;
+            kept = dn_pages_take(p, (enum dn_kv_format)f, &r) == 0 && kept;
+            left[f]--;
+        }
         cr_assert(!promised || kept, "round %d: promised %u + %u", round, want[0], want[1]);
+        dn_pages_close(p);
+    }
+}
+
+/* Both formats are promised something: what one takes must not be what the other needs. */
+Test(pages, what_is_promised_to_one_format_is_not_taken_by_the_other)
+{
+    static const uint32_t want[DN_KV_FORMATS] = {1, 1};
+    struct dn_page_ref r, held[8];
+    for (int variant = 0; variant < 3; variant++) {
+        struct dn_pages *p = open_pages(2);
+        for (int i = 0; i < 8; i++)
+            held[i] = take(p, DN_KV_BF16);
+        /* Slab 1 keeps one page in use and has room; slab 0 is free, half cached, or cached. */
+        for (int i = 0; i < 4; i++)
+            cr_assert_eq(dn_pages_put(p, held[i], variant == 2 || (variant == 1 && i < 2)), 0);
+        for (int i = 5; i < 8; i++)
+            cr_assert_eq(dn_pages_put(p, held[i], variant != 1), 0);
+        cr_assert(dn_pages_can_take(p, want));
+        dn_pages_promise(p, want);
+        cr_assert_eq(dn_pages_take(p, DN_KV_BF16, &r), 0);
+        cr_assert_eq(dn_pages_take(p, DN_KV_FP8, &r), 0, "variant %d", variant);
         dn_pages_close(p);
     }
 }

@@ -357,7 +357,8 @@ bool dn_sched_turn(struct dn_sched *s)
 {
     handle(s, dn_inbox_take(&s->inbox));
     dn_sched_admit(s, dn_now_ns());
-    bool worked = dn_sched_step(s);
+    uint64_t n_preempted = s->now.preemptions;
+    bool worked = dn_sched_step(s) || s->now.preemptions > n_preempted; /* who was put back may start again at once */
     publish(s); /* before the events: who has his answer finds it counted */
     deliver(s);
     return worked;
@@ -369,7 +370,7 @@ static uint64_t idle_deadline(const struct dn_sched *s)
 {
     uint64_t deadline = dn_now_ns() + DN_NS_PER_S;
     for (const struct dn_seq *q = s->waiting; q; q = q->next)
-        if (q->req->queue_deadline_ns && q->req->queue_deadline_ns < deadline)
+        if (!q->started && q->req->queue_deadline_ns && q->req->queue_deadline_ns < deadline)
             deadline = q->req->queue_deadline_ns;
     return deadline;
 }

@@ -160,6 +160,34 @@ Test(sched, preempted_sequences_are_computed_again_to_the_same_text)
     node_close(n);
 }
 
+/* A queue timeout is over once a request has started: it must not wake the thread again and again. */
+Test(sched, a_preempted_request_waits_without_spinning)
+{
+    struct node *n = node_open(16, 64, (struct dn_sched_conf){.reserve_tokens = 1});
+    for (uint32_t i = 0; i < 2; i++) {
+        struct dn_request *r = request(n, i, i, 90, 150);
+        r->queue_deadline_ns = dn_now_ns() + DN_NS_PER_S / 1000;
+        submit(n, r);
+        dn_sched_turn(n->sched);
+    }
+    struct dn_request_id first = seq_of(n, 0)->req->id;
+    while (n->sched->now.preemptions == 0)
+        cr_assert(dn_sched_turn(n->sched));
+    dn_sched_pause(n->sched, first, true);
+    cr_assert(!dn_sched_turn(n->sched));
+    cr_assert_eq(dn_sched_waiting(n->sched), 1);
+    usleep(2000);
+    struct dn_err err = {0};
+    struct dn_snapshot before, after;
+    cr_assert_eq(dn_sched_start(n->sched, &err), 0, "%s", err.text);
+    usleep(100 * 1000);
+    dn_sched_snapshot(n->sched, &before);
+    usleep(100 * 1000);
+    dn_sched_snapshot(n->sched, &after);
+    cr_assert_eq(before.at_ns, after.at_ns, "the idle thread turns all the time");
+    node_close(n);
+}
+
 Test(sched, preemption_keeps_penalties_right)
 {
     struct answer want[3];

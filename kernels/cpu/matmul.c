@@ -161,7 +161,7 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
         t.next = t.block;
         if (j->zero >= 0 && j->splits == 1 && item + 1 < end) {
             t.next = t.block + n_blocks * j->layout.block_bytes;
-            t.next_step = (uint32_t)dn_up(n_blocks * j->layout.block_bytes / n_shares / n_groups + 1, 64);
+            t.next_step = (uint32_t)dn_up(j->layout.block_bytes / n_shares / n_groups + 1, 64);
         }
         for (; tile < tile_end; tile++, t.ahead = 0) {
             size_t start = tile_start(j, tile);

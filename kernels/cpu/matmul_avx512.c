@@ -340,8 +340,11 @@ INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int n, c
         if (t->ahead)
             prefetch_lines(t, next + (size_t)b * t->block_bytes, lines);
     }
-    for (size_t i = 0; n > 1 && i < t->next_step; i += 64)
-        _mm_prefetch((const char *)next + i, _MM_HINT_T1);
+    for (size_t i = 0; n > 1 && i < t->next_step; i += 64) {
+        UNROLL
+        for (int b = 0; b < nb; b++)
+            _mm_prefetch((const char *)next + (size_t)b * t->block_bytes + i, _MM_HINT_T1);
+    }
 }
 
 INLINE void int_tile(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind, const bool wide)

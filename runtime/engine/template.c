@@ -12,11 +12,14 @@
 #include <time.h>
 
 #define MEMORY_BYTES ((size_t)512 << 20) /* LuaJIT's heap grows to twice what is live before it collects */
-#define INSTRUCTIONS 300000000ull
-#define WALL_NS      (10 * DN_NS_PER_S)
-#define COLLECT_OVER ((size_t)32 << 20) /* a VM gives its garbage back when a rendering leaves it larger than this */
-#define JSON_DEPTH   64
-#define CACHED       32 /* compiled templates a VM keeps */
+/* Of the request's values in Lua, which are pushed outside of a call, where no cap holds: an empty object of JSON,
+ * three bytes with its comma, takes about 300. */
+#define CONTEXT_BYTES ((size_t)256 << 20)
+#define INSTRUCTIONS  300000000ull
+#define WALL_NS       (10 * DN_NS_PER_S)
+#define COLLECT_OVER  ((size_t)32 << 20) /* a VM gives its garbage back when a rendering leaves it larger than this */
+#define JSON_DEPTH    64
+#define CACHED        32 /* compiled templates a VM keeps */
 
 struct dn_template {
     uint64_t id; /* unique in the process: what VMs cache by */
@@ -154,11 +157,11 @@ static bool push_object(struct dn_template_vm *vm, const json_t *v, int depth)
     return true;
 }
 
-/* Pushes v; false if it is nested too deep (the stack is then the caller's to reset). */
+/* Pushes v; false if it is nested too deep or takes too much memory (the stack is then the caller's to reset). */
 static bool push_value(struct dn_template_vm *vm, const json_t *v, int depth)
 {
     lua_State *L = dn_vm_lua(vm->vm);
-    if (depth > JSON_DEPTH || !lua_checkstack(L, 16))
+    if (depth > JSON_DEPTH || dn_vm_memory(vm->vm) > CONTEXT_BYTES || !lua_checkstack(L, 16))
         return false;
     switch (v ? json_typeof(v) : JSON_NULL) {
     case JSON_OBJECT:
@@ -183,8 +186,12 @@ static bool push_value(struct dn_template_vm *vm, const json_t *v, int depth)
     return true;
 }
 
-static int too_deep(struct dn_err *err, const char *param)
+/* Why push_value() gave up. */
+static int push_failed(const struct dn_template_vm *vm, struct dn_err *err, const char *param)
 {
+    if (dn_vm_memory(vm->vm) > CONTEXT_BYTES)
+        return dn_err_param(err, DN_INVALID_VALUE, param, "%s: too many values: they take more than %zu MiB", param,
+                            CONTEXT_BYTES >> 20);
     return dn_err_param(err, DN_INVALID_VALUE, param, "%s: nested deeper than %d levels", param, JSON_DEPTH);
 }
 
@@ -196,10 +203,10 @@ static int push_context(struct dn_template_vm *vm, const struct dn_template *t, 
     lua_State *L = dn_vm_lua(vm->vm);
     push_dict(L, 16);
     if (!push_value(vm, messages, 0))
-        return too_deep(err, "messages");
+        return push_failed(vm, err, "messages");
     dict_set(L, "messages", true);
     if (!push_value(vm, json_array_size(tools) ? tools : NULL, 0))
-        return too_deep(err, "tools");
+        return push_failed(vm, err, "tools");
     dict_set(L, "tools", true);
     lua_rawgeti(L, LUA_REGISTRYINDEX, vm->none);
     dict_set(L, "documents", true);
@@ -222,7 +229,7 @@ static int push_context(struct dn_template_vm *vm, const struct dn_template *t, 
             return dn_err_param(err, DN_INVALID_VALUE, "chat_template_kwargs",
                                 "chat_template_kwargs: a variable of the node's own can't be replaced");
         if (!push_value(vm, v, 0))
-            return too_deep(err, "chat_template_kwargs");
+            return push_failed(vm, err, "chat_template_kwargs");
         dict_set(L, key, true);
     }
     return 0;

@@ -249,6 +249,27 @@ Test(chat_template, values_nested_too_deep_are_refused)
     dn_buf_release(&kwargs);
 }
 
+/* Six megabytes of a request, which would be half a gigabyte in Lua. */
+Test(chat_template, values_that_take_too_much_memory_are_refused)
+{
+    struct dn_template *t = open_template("{{ messages[0].content }}{{ x[0] }}");
+    struct dn_template_output out = {0};
+    struct dn_buf kwargs = {0};
+    dn_buf_puts(&kwargs, "{\"x\":[{}");
+    for (int i = 0; i < 2000000; i++)
+        dn_buf_puts(&kwargs, ",{}");
+    dn_buf_puts(&kwargs, "]}");
+    cr_assert_eq(render(t, "[{\"role\":\"user\",\"content\":\"q\"}]", dn_buf_str(&kwargs), &out), -DN_INVALID_VALUE);
+    cr_assert_str_eq(err.param, "chat_template_kwargs");
+    cr_assert(strstr(err.text, "too many values"), "%s", err.text);
+    /* What was pushed is given back. */
+    cr_assert_eq(render(t, "[{\"role\":\"user\",\"content\":\"q\"}]", "{\"x\":[1]}", &out), 0, "%s", err.text);
+    cr_assert_str_eq(dn_buf_str(&out.text), "q1");
+    dn_buf_release(&kwargs);
+    dn_template_output_release(&out);
+    dn_template_close(t);
+}
+
 Test(chat_template, shows_the_time_it_is_given)
 {
     dn_template_vm_set_now(vm, 1752580800);

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <strings.h>
 
-enum { PARSE_ON_LOOP_BYTES = 64 * 1024 };
+enum { PARSE_ON_LOOP_BYTES = 64 * 1024, WRITE_BYTES = 16 * 1024 };
 static const uint64_t quiet_first_ns =
     1000 * DN_NS_PER_MS; /* a stream that has nothing to say yet is opened after this */
 static const uint64_t quiet_ping_ns = 15000 * DN_NS_PER_MS;
@@ -49,6 +49,7 @@ static void release_call(struct dn_call *c)
         dn_params_release(&c->params);
     dn_tokens_release(&c->prompt);
     dn_buf_release(&c->body);
+    dn_buf_release(&c->unsent);
     free(c);
 }
 
@@ -122,6 +123,21 @@ static void finish(struct dn_call *c)
     log_done(c, now_ns);
 }
 
+/* Writes as much as the client has room for, the rest in resume(): an echoed prompt with its log-probabilities is more
+ * than a slow reader may leave unread. Ends the stream with the last byte of a call that is finished. */
+static void write_unsent(struct dn_call *c)
+{
+    size_t at = 0;
+    while (at < c->unsent.len && !dn_http_paused(c->http)) {
+        size_t left = c->unsent.len - at, n = left < WRITE_BYTES ? left : WRITE_BYTES;
+        dn_http_write(c->http, c->unsent.data + at, n);
+        at += n;
+    }
+    dn_buf_drop(&c->unsent, at);
+    if (c->finished && c->unsent.len == 0)
+        dn_http_finish(c->http);
+}
+
 static void fail(struct dn_call *c, const struct dn_err *err)
 {
     const struct dn_code_info *info = dn_code_info(err->code);
@@ -135,13 +151,10 @@ static void fail(struct dn_call *c, const struct dn_err *err)
         return;
     }
     /* The status has left: say it as an event, and end without [DONE]. */
-    struct dn_buf b = {0};
-    dn_buf_puts(&b, "data: ");
-    dn_reply_err_json(&b, err);
-    dn_buf_puts(&b, "\n\n");
-    dn_http_write(c->http, b.data, b.len);
-    dn_buf_release(&b);
-    dn_http_finish(c->http);
+    dn_buf_puts(&c->unsent, "data: ");
+    dn_reply_err_json(&c->unsent, err);
+    dn_buf_puts(&c->unsent, "\n\n");
+    write_unsent(c);
 }
 
 static void fail_code(struct dn_call *c, enum dn_code code)
@@ -556,8 +569,7 @@ static void complete(struct dn_call *c)
     if (c->params.stream) {
         dn_call_flush(c);
         finish(c);
-        if (c->http)
-            dn_http_finish(c->http);
+        write_unsent(c);
         return;
     }
     struct dn_buf b = {0};
@@ -591,24 +603,24 @@ void dn_call_flush(struct dn_call *c)
 {
     if (!c->http || c->finished || !c->params.stream || !c->has_output)
         return;
-    struct dn_buf b = {0};
-    dn_output_stream(&c->output, &b);
-    if (b.len > 0) {
-        open_stream(c);
-        c->last_write_ns = dn_now_ns();
-        dn_http_write(c->http, b.data, b.len);
-        if (c->submitted && !c->paused && dn_http_paused(c->http)) {
-            c->paused = true;
-            dn_sched_pause(c->loop->node->sched, c->id, true);
-        }
+    size_t before = c->unsent.len;
+    dn_output_stream(&c->output, &c->unsent);
+    if (c->unsent.len == before)
+        return;
+    open_stream(c);
+    c->last_write_ns = dn_now_ns();
+    write_unsent(c);
+    if (c->submitted && !c->paused && dn_http_paused(c->http)) {
+        c->paused = true;
+        dn_sched_pause(c->loop->node->sched, c->id, true);
     }
-    dn_buf_release(&b);
 }
 
 static void resume(struct dn_exchange *x)
 {
     struct dn_call *c = call_of_exchange(x);
-    if (!c->paused)
+    write_unsent(c);
+    if (!c->paused || dn_http_paused(c->http))
         return;
     c->paused = false;
     if (c->submitted)

@@ -35,6 +35,7 @@ struct dn_call {
     struct dn_policy_trace trace;
     struct dn_output output;
     bool has_output;
+    struct dn_buf unsent; /* of a stream: what the client has no room for yet */
     enum dn_kv_format kv;
     bool check;
     uint32_t max_tokens;

@@ -5,7 +5,7 @@ import socket
 
 import httpx
 import pytest
-from serve_lib import Node, is_error, start_h1
+from serve_lib import Node, is_error, start_h1, stream, stream_text
 
 BODY = {"model": "tiny", "ignore_eos": True, "temperature": 1}
 
@@ -39,6 +39,26 @@ def test_more_than_memory_holds_is_answered_as_if_alone():
         assert metrics["dunlin_integrity_violations_total"] == 0
     with Node(conf="  loops = 3,\n  engine = { threads = 2, max_sequences = 64 },") as wide:
         assert answers(wide, bodies, http2=False, clients=8) == got, "another memory, more loops, HTTP/1.1: same answers"
+
+
+def test_a_long_echo_with_logprobs_is_streamed_whole():
+    """Its first event alone is more than what a slow reader may leave unread."""
+    body = {**BODY, "prompt": [100 + i % 60 for i in range(3000)], "echo": True, "logprobs": 20, "max_tokens": 4,
+            "temperature": 0}
+    with Node() as node:
+        whole = node.complete(**{k: v for k, v in body.items() if k != "model"})["choices"][0]
+        assert len(whole["logprobs"]["tokens"]) == 3004
+        for http2 in (True, False):
+            with node.http(http2=http2) as client:
+                events = stream(client, "/v1/completions", body)
+            assert stream_text(events) == whole["text"]
+            lists = [e["choices"][0]["logprobs"] for e in events if e["choices"] and e["choices"][0]["logprobs"]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                assert [v for part in lists for v in part[name]] == whole["logprobs"][name]
+        assert len(json.dumps(whole)) > 1 << 20
+        metrics = node.metrics()
+        assert metrics["dunlin_http_cut_slow_total"] == 0
+        assert metrics["dunlin_requests_running"] == metrics["dunlin_kv_usage_ratio"] == 0
 
 
 def test_a_full_queue_is_503_with_retry_after():

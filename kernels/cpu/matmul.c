@@ -11,8 +11,8 @@ enum { PIECE_BYTES = 16 << 10 };
 /* How far ahead of use weights are asked for; the hardware's own prefetch stops at every 4 KiB. At most half the L1
  * cache. */
 enum { AHEAD_BYTES = 4 << 10, MAX_AHEAD_BYTES = 24 << 10, ROW_AHEAD_BYTES = 2 << 10 };
-/* One row of activations: pieces for each thread, of at least so many blocks, since each begins with cold streams. */
-enum { ROW_PIECES = 3, ROW_PIECE_BLOCKS = 24 };
+/* Few rows of activations: pieces for each thread, of at least so many blocks, since each begins with cold streams. */
+enum { FEW_ROWS = 3, ROW_PIECES = 3, ROW_PIECE_BLOCKS = 24 };
 
 /* The blocks of a tile unpacked for several tiles (dn_widen_fn), on the thread's stack; longer rows are unpacked again
  * for each tile. */
@@ -109,13 +109,13 @@ static struct dn_tile tile_of(const struct job *j, size_t block, size_t n_blocks
 /* Streams for n blocks of which the fewest are left over. */
 static size_t streams_of(const struct job *j, size_t n)
 {
-    size_t most = j->ops->row_blocks, fewer = most > 2 ? most - 2 : most;
+    size_t most = j->n == 1 ? j->ops->row_blocks : j->tile_blocks, fewer = most > 3 ? most - 2 : most;
     return n % most <= n % fewer ? most : fewer;
 }
 
-/* INT8 and INT4 with one row of activations, bound by memory: blocks [begin, end) as several streams, each a share of
- * them, since one stream does not keep enough reads under way. */
-static void multiply_row(void *arg, size_t begin, size_t end, unsigned part)
+/* INT8 and INT4 with FEW_ROWS rows of activations at most, bound by memory: blocks [begin, end) as several streams,
+ * each a share of them, since one stream does not keep enough reads under way. */
+static void multiply_few(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct job *j = arg;
     size_t n_streams = streams_of(j, end - begin), step = (end - begin) / n_streams, n_steps = step;
@@ -132,7 +132,7 @@ static void multiply_row(void *arg, size_t begin, size_t end, unsigned part)
         for (size_t i = 0; i < n_steps; i++) {
             struct dn_tile t = tile_of(j, block + i, n_streams, step);
             t.act = j->act;
-            t.n_rows = 1;
+            t.n_rows = (uint32_t)j->n;
             t.out = j->out + (block + i) * DN_BLOCK_ROWS;
             j->tile(&t);
         }
@@ -221,11 +221,11 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
     else
         dn_threads_for(x->threads, j->n_tiles, 1 + j->n_tiles / (4 * n_threads), pack_activations, j);
 
-    if (j->n == 1 && j->zero >= 0) {
+    if (j->n <= FEW_ROWS && j->zero >= 0) {
         bool is_long = j->layout.n_blocks >= ROW_PIECE_BLOCKS * ROW_PIECES * n_threads;
         size_t pieces = n_threads > 1 && is_long ? ROW_PIECES * n_threads : n_threads;
         j->ahead = ROW_AHEAD_BYTES;
-        dn_threads_for(x->threads, j->layout.n_blocks, (j->layout.n_blocks + pieces - 1) / pieces, multiply_row, j);
+        dn_threads_for(x->threads, j->layout.n_blocks, (j->layout.n_blocks + pieces - 1) / pieces, multiply_few, j);
         return;
     }
     /* Enough items for all threads: whole columns of tiles if the blocks suffice, since the block then stays in the L1

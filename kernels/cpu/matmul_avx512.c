@@ -331,16 +331,17 @@ INLINE void dot_group(const struct at *at, const uint8_t *act, const int nb, con
     }
 }
 
-/* What is to come from memory: for a single row all of it, `ahead` bytes behind; else this tile's share of the next
- * blocks. */
-INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int n, const int lines, const uint8_t *next)
+/* What is to come from memory: of streams all of it, `ahead` bytes behind; else this tile's share of the next blocks.
+ */
+INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int lines, const uint8_t *next)
 {
-    UNROLL
-    for (int b = 0; n == 1 && b < nb; b++) {
-        if (t->ahead)
+    if (!t->next) {
+        UNROLL
+        for (int b = 0; b < nb; b++)
             prefetch_lines(t, next + (size_t)b * t->block_bytes, lines);
+        return;
     }
-    for (size_t i = 0; n > 1 && i < t->next_step; i += 64) {
+    for (size_t i = 0; i < t->next_step; i += 64) {
         UNROLL
         for (int b = 0; b < nb; b++)
             _mm_prefetch((const char *)next + (size_t)b * t->block_bytes + i, _MM_HINT_T1);
@@ -350,10 +351,10 @@ INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int n, c
 INLINE void int_tile(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind, const bool wide)
 {
     struct at at = first_group(t, wide);
-    const uint8_t *act = t->act, *next = n == 1 ? t->block : t->next;
+    const uint8_t *act = t->act, *next = t->next ? t->next : t->block;
     const bool nibbles = kind != INT8 && !wide;
     const int lines = kind == INT8 ? 9 : 5;
-    const size_t next_step = n > 1 ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
+    const size_t next_step = t->next ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
     __m512 sum[ROW_BLOCKS][INT_ROWS];
     UNROLL
     for (int b = 0; b < nb; b++) {
@@ -375,7 +376,7 @@ INLINE void int_tile(const struct dn_tile *t, const int nb, const int n, const e
             }
         }
         dot_group(&at, act, nb, n, nibbles, high, low);
-        prefetch_group(t, nb, n, lines, next);
+        prefetch_group(t, nb, lines, next);
         UNROLL
         for (int b = 0; b < nb; b++) {
             __m512 ws = scale_at(t, at.scale + (size_t)b * at.stride, wide), wo = ws;

@@ -19,8 +19,8 @@ struct dn_tile {
     uint32_t block_rows;  /* rows of weights from one block to the next: DN_BLOCK_ROWS if they are neighbours */
     uint32_t n_rows;      /* activation rows, 1..DN_TILE_ROWS */
     uint32_t ahead;       /* if not 0, the blocks come from memory: ask for what lies so many bytes behind */
-    /* INT8 and INT4 with several rows and AVX-512: the next blocks. Each tile asks for its share while it
-     * computes, next_step bytes of each block in each group of inputs. */
+    /* INT8 and INT4 with AVX-512: the next blocks, or NULL if each block is part of a stream of its own (`ahead`). Each
+     * tile asks for its share while it computes, next_step bytes of each block in each group of inputs. */
     const uint8_t *next;
     uint32_t next_step;
     bool scale_is_bf16;

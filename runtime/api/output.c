@@ -6,28 +6,6 @@
 #include <stdio.h>
 #include <string.h>
 
-void dn_output_init(struct dn_output *o, const struct dn_node *node, const struct dn_params *params,
-                    const struct dn_tokens *prompt, const char *request_id, uint64_t created)
-{
-    *o = (struct dn_output){.node = node, .params = params, .prompt = prompt, .created = created};
-    snprintf(o->id, sizeof o->id, "%s-%s", params->endpoint == DN_ENDPOINT_CHAT ? "chatcmpl" : "cmpl", request_id);
-    dn_detok_init(&o->detok, node->tokenizer, DN_DETOK_SKIP_SPECIAL);
-    const char *string[DN_STOP_STRINGS_MAX];
-    size_t len[DN_STOP_STRINGS_MAX];
-    for (size_t i = 0; i < params->n_stop; i++) {
-        string[i] = params->stop[i].at;
-        len[i] = params->stop[i].len;
-    }
-    if (params->n_stop > 0)
-        DN_BUG_ON(dn_stop_open(&o->stop, string, len, params->n_stop, NULL) != 0); /* params.c bounds them */
-    if (!params->echo)
-        return;
-    if (params->prompt.at)
-        dn_buf_put(&o->text, params->prompt.at, params->prompt.len);
-    else
-        dn_tokenizer_decode(node->tokenizer, prompt->data, prompt->len, true, &o->text);
-}
-
 void dn_output_release(struct dn_output *o)
 {
     dn_stop_close(o->stop);
@@ -160,6 +138,29 @@ static void prompt_entry(struct dn_output *o, int32_t id, float logprob, const s
     count_chars(o, piece.data, piece.len);
 }
 
+void dn_output_init(struct dn_output *o, const struct dn_node *node, const struct dn_params *params,
+                    const struct dn_tokens *prompt, const char *request_id, uint64_t created)
+{
+    *o = (struct dn_output){.node = node, .params = params, .prompt = prompt, .created = created};
+    snprintf(o->id, sizeof o->id, "%s-%s", params->endpoint == DN_ENDPOINT_CHAT ? "chatcmpl" : "cmpl", request_id);
+    dn_detok_init(&o->detok, node->tokenizer, DN_DETOK_SKIP_SPECIAL);
+    const char *string[DN_STOP_STRINGS_MAX];
+    size_t len[DN_STOP_STRINGS_MAX];
+    for (size_t i = 0; i < params->n_stop; i++) {
+        string[i] = params->stop[i].at;
+        len[i] = params->stop[i].len;
+    }
+    if (params->n_stop > 0)
+        DN_BUG_ON(dn_stop_open(&o->stop, string, len, params->n_stop, NULL) != 0); /* params.c bounds them */
+    if (!params->echo)
+        return;
+    if (params->prompt.at)
+        dn_buf_put(&o->text, params->prompt.at, params->prompt.len);
+    else
+        dn_tokenizer_decode(node->tokenizer, prompt->data, prompt->len, true, &o->text);
+    prompt_entry(o, prompt->data[0], NAN, NULL); /* of the others the scheduler tells */
+}
+
 /* ---- Events
  * ----------------------------------------------------------------------------------------------------------- */
 
@@ -202,8 +203,6 @@ bool dn_output_event(struct dn_output *o, const struct dn_event *e, const struct
         o->n_cached = e->n;
         return false;
     case DN_EVENT_PROMPT:
-        if (e->n == 1)
-            prompt_entry(o, o->prompt->data[0], NAN, NULL);
         prompt_entry(o, e->token, e->logprob, detail);
         return false;
     case DN_EVENT_TOKEN:

@@ -168,6 +168,15 @@ def test_a_stop_token_id_ends_the_answer_without_its_text(node, http):
 # ---- Log-probabilities
 
 
+def test_an_echo_of_one_token_has_its_entry(node):
+    for n in (0, 2):
+        choice = node.complete([100], echo=True, logprobs=1, max_tokens=n, ignore_eos=True)["choices"][0]
+        assert len(choice["logprobs"]["tokens"]) == 1 + n
+        assert choice["logprobs"]["token_logprobs"][0] is choice["logprobs"]["top_logprobs"][0] is None
+        assert choice["logprobs"]["text_offset"][0] == 0
+        assert choice["text"].startswith(choice["logprobs"]["tokens"][0])
+
+
 def test_chat_logprobs_are_whole_and_add_up(client):
     r = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, temperature=0, logprobs=True,
                                        top_logprobs=20, extra_body={"ignore_eos": True})

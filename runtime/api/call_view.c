@@ -47,7 +47,7 @@ void dn_call_view(const struct dn_call *c, struct dn_call_view *v)
         .wish_integrity = p->wish_integrity,
     };
     for (int f = 0; f < DN_KV_FORMATS; f++)
-        v->request.cached_tokens[f] = c->cached_tokens[f];
+        v->request.cached_tokens[f] = c->on_worker ? 0 : c->cached_tokens[f];
     if (c->key) {
         v->request.tenant = c->key->tenant;
         v->request.key_id = c->key->id;

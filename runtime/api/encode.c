@@ -26,7 +26,7 @@ int dn_encode_messages(const struct dn_node *node, struct dn_template_vm *vm, co
 int dn_encode_ids(const struct dn_node *node, const json_t *ids, const char *param, struct dn_tokens *out,
                   struct dn_err *err)
 {
-    const json_int_t n_vocab = node->model->hyper.n_vocab;
+    const json_int_t n_vocab = node->pool->conf.n_valid; /* a padded embedding table has ids without a token behind */
     for (size_t i = 0; i < json_array_size(ids); i++) {
         const json_t *v = json_array_get(ids, i);
         if (!json_is_integer(v) || json_integer_value(v) < 0 || json_integer_value(v) >= n_vocab)

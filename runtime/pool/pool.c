@@ -22,6 +22,7 @@ static void choose_sizes(struct dn_pool *p)
         c->step_tokens = c->max_sequences;
     c->echo_rows = or_default(c->echo_rows, DEFAULT_ECHO_ROWS);
     c->page_tokens = or_default(c->page_tokens, DEFAULT_PAGE_TOKENS);
+    c->n_valid = or_default(c->n_valid, p->model->hyper.n_vocab);
     c->context_tokens = or_default(c->context_tokens, p->model->hyper.context_tokens);
     if (c->context_tokens > p->model->hyper.context_tokens)
         c->context_tokens = p->model->hyper.context_tokens;

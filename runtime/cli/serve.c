@@ -264,9 +264,22 @@ static int open_http(struct server *s, struct dn_err *err)
     return rc != 0 ? rc : dn_http_run(s->node.http, err);
 }
 
+/* Told to end while it loads: nothing has been served that would have to end well. Signals are blocked, so that they
+ * wait for run(), which may be minutes away. */
+static void end_if_told(struct server *s)
+{
+    sigset_t pending;
+    if (sigpending(&pending) != 0 || !(sigismember(&pending, SIGTERM) || sigismember(&pending, SIGINT)))
+        return;
+    dn_progress_end(&s->progress);
+    dn_log_event(DN_LOG_INFO, "node.stopped_loading");
+    _exit(DN_EXIT_OK);
+}
+
 static void on_progress(void *ctx, uint64_t done, uint64_t total)
 {
     struct server *s = ctx;
+    end_if_told(s);
     atomic_store(&s->node.load_total, total);
     atomic_store(&s->node.load_done, done);
     dn_progress_update(&s->progress, done, total);

@@ -1,11 +1,13 @@
 """What only a trained model can show: that the answers make sense. Few and short; skipped without DN_MODEL."""
+import signal
 import socket
 import ssl
+import subprocess
 import time
 
 import httpx
 import pytest
-from serve_lib import CERT, REAL_MODEL, Node, command, is_error, stream, stream_text, together
+from serve_lib import BINARY, CERT, ENV, REAL_MODEL, Node, command, is_error, stream, stream_text, together
 
 pytestmark = pytest.mark.skipif(not REAL_MODEL, reason="DN_MODEL is not set (./dev test sets it)")
 QUESTION = "What is gravity?"
@@ -103,3 +105,25 @@ def test_a_node_that_loads_says_so_and_serves_its_metrics(node):
     with together([begin, watch])[0] as other:
         assert seen and all(s["status"] == "loading" and 0 <= s["progress"] <= 1 for s in seen), seen
         assert other.post("/v1/completions", {"model": "real", "prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_that_loads_ends_at_once_when_told(node, number):
+    assert node.proc.poll() is None # its certificate is the other's
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    args = [BINARY, "serve", REAL_MODEL, "--listen", f"127.0.0.1:{port}", "--weights", "fp8", "--ctx", "512"]
+    with subprocess.Popen(args, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as loading:
+        end = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert loading.poll() is None and time.monotonic() < end
+                time.sleep(0.001)
+        loading.send_signal(number)
+        log = loading.communicate(timeout=30)[1]
+    assert loading.returncode == 0, log
+    assert "node.stopped_loading" in log and "ready in" not in log, log

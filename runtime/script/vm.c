@@ -66,6 +66,8 @@ static uint64_t cpu_now_ns(void)
     return (uint64_t)t.tv_sec * DN_NS_PER_S + (uint64_t)t.tv_nsec;
 }
 
+static void on_count(lua_State *L, lua_Debug *record);
+
 /* Whether the deadline has passed. Time in which the thread did not run is the system's, not the code's: on a busy
  * machine a slice of some ms would otherwise spend the 1 ms of a policy that needs 20 us. */
 static bool is_late(struct dn_vm *vm)
@@ -82,23 +84,56 @@ static bool is_late(struct dn_vm *vm)
     return false;
 }
 
-static void on_count(lua_State *L, lua_Debug *record)
+/* Takes n instructions off the budget of the running call; raises when it or the time is spent. */
+static void spend(lua_State *L, uint64_t n)
 {
     void *context;
     lua_getallocf(L, &context);
     struct dn_vm *vm = context;
     if (!vm->spent) {
-        if (vm->n_left <= DN_VM_STEP)
+        if (vm->n_left <= n)
             vm->spent = DN_VM_INSTRUCTIONS;
         else if (is_late(vm))
             vm->spent = DN_VM_TIME;
         else {
-            vm->n_left -= DN_VM_STEP;
+            vm->n_left -= n;
             return;
         }
         lua_sethook(L, on_count, LUA_MASKCOUNT, 1);
     }
     luaL_error(L, "%s budget spent", dn_vm_failure_name(vm->spent));
+}
+
+static void on_count(lua_State *L, lua_Debug *record)
+{
+    spend(L, DN_VM_STEP);
+}
+
+/* A function of the table library with a look at the budget behind it: a table that a policy made while it was loaded
+ * keeps table.concat busy for a millisecond, and hooks would count that as one instruction. */
+static int guarded(lua_State *L)
+{
+    int n = lua_tocfunction(L, lua_upvalueindex(1))(L); /* in this frame, so that errors name the caller's line */
+    spend(L, 1);
+    return n;
+}
+
+/* `<` for table.sort, which otherwise compares without end and without a look at the budget. */
+static int less(lua_State *L)
+{
+    spend(L, 1);
+    lua_pushboolean(L, lua_lessthan(L, 1, 2));
+    return 1;
+}
+
+static int safe_sort(lua_State *L)
+{
+    lua_settop(L, 2);
+    if (lua_isnil(L, 2)) {
+        lua_pushcfunction(L, less);
+        lua_replace(L, 2);
+    }
+    return lua_tocfunction(L, lua_upvalueindex(1))(L);
 }
 
 /* Message handler: keeps the message, puts the traceback aside. Values that are not strings are described, never
@@ -244,6 +279,19 @@ static void push_copy(lua_State *L, int from, const char *const *names)
         lua_getfield(L, from, *names);
         lua_setfield(L, -2, *names);
     }
+}
+
+/* Puts f around the C function `name` of the table on top. What LuaJIT wrote in Lua (table.remove) is counted anyway.
+ */
+static void guard(lua_State *L, const char *name, lua_CFunction f)
+{
+    lua_getfield(L, -1, name);
+    if (!lua_tocfunction(L, -1)) {
+        lua_pop(L, 1);
+        return;
+    }
+    lua_pushcclosure(L, f, 1);
+    lua_setfield(L, -2, name);
 }
 
 static void make_strings(lua_State *L)
@@ -464,6 +512,10 @@ void dn_vm_push_sandbox(struct dn_vm *vm)
     int env = lua_gettop(L);
     lua_getglobal(L, "table");
     push_copy(L, env + 1, table);
+    guard(L, "concat", guarded);
+    guard(L, "insert", guarded);
+    guard(L, "maxn", guarded);
+    guard(L, "sort", safe_sort);
     lua_setfield(L, env, "table");
     dn_vm_push_strings(vm);
     lua_getglobal(L, "math");

@@ -62,6 +62,42 @@ Test(vm, stops_at_the_deadline)
     dn_vm_close(vm);
 }
 
+/* One call of a C function must not take what a policy's whole budget can't. */
+Test(vm, functions_of_tables_look_at_the_budget)
+{
+    must_fail("local t = {} for i = 1, 100 do t[i] = i * 7919 % 101 end while true do table.sort(t) end",
+              DN_VM_INSTRUCTIONS, "instructions");
+    static const char *const slow[] = {
+        /* strings that differ only at their end, compared half a million times */
+        "local s, t = {}, {} local x = ('x'):rep(60000) for i = 1, 9 do s[i] = x .. i end"
+        " for i = 1, 30000 do t[i] = s[i * 7919 % 9 + 1] end return function() table.sort(t) end",
+        "local t = {} for i = 1, 200000 do t[i] = '' end return function() while true do table.concat(t) end end",
+        "local t = {} for i = 1, 200000 do t[i] = i end return function() while true do table.insert(t, 1, 1) end end",
+        "local t = {} for i = 1, 200000 do t[i] = i end return function() while true do table.maxn(t) end end"};
+    for (size_t i = 0; i < sizeof slow / sizeof *slow; i++) {
+        struct dn_vm *vm = open_vm(8 << 20, UINT64_MAX / 2, DN_NS_PER_S);
+        cr_assert_eq(run(vm, slow[i], true), 0, "%s", err.text);
+        dn_vm_set_budget(vm, 0, 10 * DN_NS_PER_MS);
+        uint64_t t = dn_now_ns();
+        cr_assert_eq(dn_vm_call(vm, 0, 0, &err), -DN_POLICY);
+        cr_assert_eq(dn_vm_failure(vm), DN_VM_TIME, "%s: %s", slow[i], err.text);
+        cr_assert_lt(dn_now_ns() - t, DN_NS_PER_S, "%s", slow[i]);
+        dn_vm_close(vm);
+    }
+    /* They do what they did, and their errors name the caller's line. */
+    struct dn_vm *vm = open_vm(0, 0, 0);
+    cr_assert_eq(run(vm,
+                     "local t = { 3, 1, 2 } table.sort(t) table.insert(t, 4) table.insert(t, 1, 0) "
+                     "table.sort(t, function(a, b) return a > b end) return table.concat(t, ',') .. table.maxn(t)",
+                     true),
+                 0, "%s", err.text);
+    cr_assert_str_eq(lua_tostring(dn_vm_lua(vm), -1), "4,3,2,1,05");
+    dn_vm_close(vm);
+    must_fail("table.sort({ 1, 'a' })", DN_VM_ERROR, "attempt to compare");
+    must_fail("table.insert(1, 2)", DN_VM_ERROR, "policies/x.lua:1: bad argument #1 to 'insert'");
+    must_fail("table.concat({ {} })", DN_VM_ERROR, "policies/x.lua:1: invalid value (table) at index 1");
+}
+
 static int sleep_a_while(lua_State *L)
 {
     nanosleep(&(struct timespec){.tv_nsec = 60 * 1000000}, NULL);

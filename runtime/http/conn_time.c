@@ -7,6 +7,8 @@
 
 /* glibc's struct tcp_info ends before tcpi_bytes_acked; the kernel's layout is fixed. */
 #define TCPI_BYTES_ACKED 120
+/* A client that connected just before the drain gets its answer; one that says nothing does not hold it up. */
+#define DRAIN_FIRST_MS 1000
 
 uint64_t dn_conn_acked_bytes(int fd, int *tcp_state)
 {
@@ -102,7 +104,8 @@ static void check_h1(struct dn_conn *c, uint64_t now_ns)
         dn_conn_answer_and_close(c, DN_TIMEOUT, in_body ? "the body took too long" : "the headers took too long");
         return;
     }
-    if (c->loop->is_draining ||
+    bool is_fresh = c->n_requests == 0 && !is_past(c->idle_since_ns, DRAIN_FIRST_MS, now_ns);
+    if ((c->loop->is_draining && !is_fresh) ||
         is_past(c->idle_since_ns, c->n_requests ? limits->idle_timeout_ms : limits->header_timeout_ms, now_ns))
         dn_conn_close_idle(c);
 }
@@ -119,7 +122,8 @@ void dn_conn_tick(struct dn_conn *c)
         return;
     switch (c->state) {
     case DN_CONN_HANDSHAKE:
-        if (c->loop->is_draining || is_past(c->state_since_ns, limits->handshake_timeout_ms, now_ns)) {
+        if (is_past(c->state_since_ns, limits->handshake_timeout_ms, now_ns) ||
+            (c->loop->is_draining && is_past(c->state_since_ns, DRAIN_FIRST_MS, now_ns))) {
             if (c->tls)
                 dn_stat_add(&c->loop->stats.handshakes_failed, 1);
             cut_by_time(c);

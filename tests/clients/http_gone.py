@@ -5,6 +5,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import threading
 import time
 
 from http_lib import *
@@ -134,6 +135,36 @@ def test_drain():
         run2.sock.close()
         out, err = s.proc.communicate(timeout=10)
         assert s.proc.returncode == 0 and "drained" in out, (out, err)
+
+
+def test_drain_answers_who_had_connected():
+    """Connections that the kernel accepted before the signal, with their handshake still to come, are not reset."""
+    for tls, h2 in ((True, False), (True, True), (False, False), (False, True)):
+        with Server(drain_timeout_ms=8000) as s:
+            s.proc.send_signal(signal.SIGSTOP)
+            answer = []
+
+            def ask():
+                try:
+                    if h2:
+                        c = s.h2(tls=tls)
+                        answer.append(c.get("/").status)
+                    else:
+                        c = s.h1(tls=tls)
+                        c.sendall(b"GET / HTTP/1.1\r\nhost: t\r\n\r\n")
+                        answer.append(int(read_all(c)[9:12] or 0))
+                except (OSError, AssertionError) as e:
+                    answer.append(repr(e))
+
+            client = threading.Thread(target=ask)
+            client.start()
+            time.sleep(0.3)
+            s.proc.send_signal(signal.SIGTERM)
+            s.proc.send_signal(signal.SIGCONT)
+            client.join()
+            assert answer == [200], (tls, h2, answer)
+            out, err = s.proc.communicate(timeout=10)
+            assert s.proc.returncode == 0 and "drained" in out, (out, err)
 
 
 def test_drain_has_an_end():

@@ -170,6 +170,8 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
             t.out = j->out + start * w->n_out + row;
             j->tile(&t);
             t.next += t.next_step * n_groups;
+            if ((size_t)(t.next - t.block) >= (n_blocks + 1) * j->layout.block_bytes)
+                t.next_step = 0; /* shares are rounded up: nothing is left */
         }
     }
 }

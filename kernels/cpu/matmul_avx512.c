@@ -26,7 +26,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-enum { BLOCKS = 2, INT_ROWS = 4, ROW_BLOCKS = 8 };
+enum { BLOCKS = 2, INT_ROWS = 4, FEW_ROWS = 3, ROW_BLOCKS = 8 };
 
 INLINE void prefetch_lines(const struct dn_tile *t, const uint8_t *at, int n)
 {
@@ -333,9 +333,9 @@ INLINE void dot_group(const struct at *at, const uint8_t *act, const int nb, con
 
 /* What is to come from memory: of streams all of it, `ahead` bytes behind; else this tile's share of the next blocks.
  */
-INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int lines, const uint8_t *next)
+INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int n, const int lines, const uint8_t *next)
 {
-    if (!t->next) {
+    if (n <= FEW_ROWS && !t->next) {
         UNROLL
         for (int b = 0; b < nb; b++)
             prefetch_lines(t, next + (size_t)b * t->block_bytes, lines);
@@ -351,10 +351,10 @@ INLINE void prefetch_group(const struct dn_tile *t, const int nb, const int line
 INLINE void int_tile(const struct dn_tile *t, const int nb, const int n, const enum int_kind kind, const bool wide)
 {
     struct at at = first_group(t, wide);
-    const uint8_t *act = t->act, *next = t->next ? t->next : t->block;
+    const uint8_t *act = t->act, *next = n > FEW_ROWS || t->next ? t->next : t->block;
     const bool nibbles = kind != INT8 && !wide;
     const int lines = kind == INT8 ? 9 : 5;
-    const size_t next_step = t->next ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
+    const size_t next_step = n > FEW_ROWS || t->next ? t->next_step : kind == INT8 ? 544 : kind == INT4 ? 320 : 288;
     __m512 sum[ROW_BLOCKS][INT_ROWS];
     UNROLL
     for (int b = 0; b < nb; b++) {
@@ -376,7 +376,7 @@ INLINE void int_tile(const struct dn_tile *t, const int nb, const int n, const e
             }
         }
         dot_group(&at, act, nb, n, nibbles, high, low);
-        prefetch_group(t, nb, lines, next);
+        prefetch_group(t, nb, n, lines, next);
         UNROLL
         for (int b = 0; b < nb; b++) {
             __m512 ws = scale_at(t, at.scale + (size_t)b * at.stride, wide), wo = ws;

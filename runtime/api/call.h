@@ -21,6 +21,7 @@ struct dn_call {
     char name[DN_REQUEST_NAME]; /* x-request-id */
     enum dn_endpoint endpoint;
     const struct dn_key *key; /* NULL without keys */
+    bool is_large;            /* the body: what is made of it is worked on by a worker */
     bool on_worker, has_params, admitted, submitted, finished, streaming, paused;
     int status;                                            /* of the answer, for the log */
     const char *error_code;                                /* NULL: none */

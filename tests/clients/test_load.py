@@ -61,6 +61,43 @@ def test_a_long_echo_with_logprobs_is_streamed_whole():
         assert metrics["dunlin_requests_running"] == metrics["dunlin_kv_usage_ratio"] == 0
 
 
+def test_large_bodies_are_answered_refused_and_dropped():
+    """They are parsed, and their trees are freed, on workers."""
+    good = {**BODY, "prompt": "a", "max_tokens": 8, "temperature": 0}
+    head = {"content-type": "application/json"}
+    bodies = [json.dumps(good).encode() + b" " * 200000,
+              json.dumps({**good, "prompt": [100] * 400000}).encode(),
+              json.dumps({**good, "model": "no", "prompt": [100] * 400000}).encode(),
+              json.dumps({**good, "prompt": [100] * 400000 + ["x"]}).encode()]
+    with Node() as node:
+        text = node.text("a", max_tokens=8, temperature=0, ignore_eos=True)
+
+        async def go():
+            async with node.http_async(http2=False, timeout=120) as client:
+                async def one(i):
+                    if i % 8 >= 4: # gone while a worker has it, or before
+                        try:
+                            await asyncio.wait_for(client.post("/v1/completions", content=bodies[i % 4], headers=head),
+                                                   0.02 * i)
+                        except (asyncio.TimeoutError, httpx.TransportError):
+                            pass
+                        return None
+                    return await client.post("/v1/completions", content=bodies[i % 4], headers=head)
+                return await asyncio.gather(*[one(i) for i in range(32)])
+
+        for i, r in enumerate(asyncio.run(go())):
+            if r is None:
+                continue
+            if i % 4 == 0:
+                assert r.status_code == 200 and r.json()["choices"][0]["text"] == text
+            elif i % 4 == 2:
+                is_error(r, 404, "model_not_found")
+            else:
+                assert r.status_code == 400
+        assert node.text("a", max_tokens=8, temperature=0, ignore_eos=True) == text
+        assert node.metrics()["dunlin_requests_running"] == 0
+
+
 def test_a_full_queue_is_503_with_retry_after():
     conf = "  engine = { max_sequences = 1, threads = 1 },\n  queue = { limit = 2 },"
     with Node(conf=conf) as node:

@@ -238,9 +238,9 @@ static int get_sampling(struct dn_params *p, struct dn_err *err)
     p->seed = (uint64_t)seed;
     if (p->top_p == 0)
         return dn_err_param(err, DN_INVALID_VALUE, "top_p", "top_p: 0 keeps no token; expected a number in (0, 1]");
-    if (p->repetition == 0)
+    if (p->repetition < 0.01) /* dividing by less can leave what a float holds */
         return dn_err_param(err, DN_INVALID_VALUE, "repetition_penalty",
-                            "repetition_penalty: expected a number in (0, 2]");
+                            "repetition_penalty: expected a number from 0.01 to 2");
     return 0;
 }
 
@@ -335,6 +335,16 @@ static int get_stream(struct dn_params *p, struct dn_err *err)
     return 0;
 }
 
+/* A name that a client made up; policies get a copy of it on the event loop. */
+static int get_name(const struct dn_params *p, const char *key, const char **out, struct dn_err *err)
+{
+    size_t n;
+    int rc = dn_json_get_string(p->root, key, out, &n, err);
+    if (rc == 0 && n > DN_NAME_BYTES)
+        rc = dn_err_param(err, DN_INVALID_VALUE, key, "%s: expected at most %d bytes, not %zu", key, DN_NAME_BYTES, n);
+    return rc;
+}
+
 static int get_names(struct dn_params *p, struct dn_err *err)
 {
     size_t n;
@@ -342,9 +352,9 @@ static int get_names(struct dn_params *p, struct dn_err *err)
     json_t *wish;
     const char *unused;
     if ((rc = dn_json_get_string(p->root, "model", &p->model, &n, err)) != 0 ||
-        (rc = dn_json_get_string(p->root, "user", &p->user, &n, err)) != 0 ||
-        (rc = dn_json_get_string(p->root, "prompt_cache_key", &p->prompt_cache_key, &n, err)) != 0 ||
-        (rc = dn_json_get_string(p->root, "safety_identifier", &unused, &n, err)) != 0 ||
+        (rc = get_name(p, "user", &p->user, err)) != 0 ||
+        (rc = get_name(p, "prompt_cache_key", &p->prompt_cache_key, err)) != 0 ||
+        (rc = get_name(p, "safety_identifier", &unused, err)) != 0 ||
         (rc = dn_json_get_object(p->root, "metadata", &p->metadata, err)) != 0 ||
         (rc = dn_json_get_object(p->root, "dunlin", &wish, err)) != 0)
         return rc;

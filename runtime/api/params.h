@@ -19,6 +19,7 @@ enum {
     DN_STOP_IDS_MAX = 8,
     DN_TOP_LOGPROBS_MAX = 20,
     DN_MESSAGES_MAX = 4096,
+    DN_NAME_BYTES = 1024, /* of user, prompt_cache_key, safety_identifier */
     DN_IGNORED_BYTES = 256
 };
 

@@ -378,6 +378,11 @@ void dn_call_begin(struct dn_api_loop *loop, struct dn_http_req *req, enum dn_en
         fail(c, &err);
         return;
     }
+    if (dn_workers_are_full(loop->node->workers)) {
+        dn_err_set(&err, DN_OVERLOADED, "too many requests wait to be read");
+        fail(c, &err);
+        return;
+    }
     struct dn_str body = dn_http_body(req);
     if (body.len > PARSE_ON_LOOP_BYTES) {
         c->is_large = true;

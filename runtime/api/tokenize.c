@@ -58,6 +58,11 @@ static void begin(struct dn_api_loop *loop, struct dn_http_req *req,
         dn_reply_err(req, &err);
         return;
     }
+    if (dn_workers_are_full(loop->node->workers)) {
+        dn_err_set(&err, DN_OVERLOADED, "too many requests wait to be read");
+        dn_reply_err(req, &err);
+        return;
+    }
     struct side *s = dn_alloc0(1, sizeof *s);
     struct dn_str body = dn_http_body(req);
     s->node = loop->node;

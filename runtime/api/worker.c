@@ -3,6 +3,7 @@
 #include "base/buf.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,6 +19,8 @@ struct dn_workers {
     struct dn_inbox inbox;
     pthread_mutex_t lock;
     struct dn_inbox_node *next; /* taken from the inbox, not yet begun */
+    atomic_size_t n_waiting;    /* in the inbox and behind next */
+    size_t n_waiting_max;
     unsigned n;
     struct worker worker[];
 };
@@ -30,8 +33,10 @@ static struct dn_job *take(struct dn_workers *w)
     if (!w->next)
         w->next = dn_inbox_take(&w->inbox);
     struct dn_inbox_node *node = w->next;
-    if (node)
+    if (node) {
         w->next = node->next;
+        atomic_fetch_sub_explicit(&w->n_waiting, 1, memory_order_relaxed); /* a count that orders nothing */
+    }
     pthread_mutex_unlock(&w->lock);
     return (struct dn_job *)node;
 }
@@ -47,9 +52,10 @@ static void *worker_main(void *arg)
     return NULL;
 }
 
-int dn_workers_open(unsigned n_threads, struct dn_workers **out, struct dn_err *err)
+int dn_workers_open(unsigned n_threads, size_t n_waiting_max, struct dn_workers **out, struct dn_err *err)
 {
     struct dn_workers *w = dn_alloc0(1, sizeof *w + n_threads * sizeof w->worker[0]);
+    w->n_waiting_max = n_waiting_max;
     dn_inbox_init(&w->inbox);
     pthread_mutex_init(&w->lock, NULL);
     for (; w->n < n_threads; w->n++) {
@@ -90,5 +96,14 @@ void dn_workers_close(struct dn_workers *w)
 
 bool dn_workers_submit(struct dn_workers *w, struct dn_job *job)
 {
-    return dn_inbox_push(&w->inbox, &job->node);
+    atomic_fetch_add_explicit(&w->n_waiting, 1, memory_order_relaxed);
+    if (dn_inbox_push(&w->inbox, &job->node))
+        return true;
+    atomic_fetch_sub_explicit(&w->n_waiting, 1, memory_order_relaxed);
+    return false;
+}
+
+bool dn_workers_are_full(struct dn_workers *w)
+{
+    return atomic_load_explicit(&w->n_waiting, memory_order_relaxed) >= w->n_waiting_max;
 }

@@ -22,9 +22,14 @@ struct dn_job {
         struct dn_job *job); /* there, too: frees it, when its loop has ended meanwhile and takes nothing back */
 };
 
-int dn_workers_open(unsigned n_threads, struct dn_workers **out, struct dn_err *err);
+/* n_waiting_max: see dn_workers_are_full(). */
+int dn_workers_open(unsigned n_threads, size_t n_waiting_max, struct dn_workers **out, struct dn_err *err);
 void dn_workers_stop(struct dn_workers *w);                       /* joins the threads; jobs that wait are still done */
 void dn_workers_close(struct dn_workers *w);                      /* stops if need be, frees */
 bool dn_workers_submit(struct dn_workers *w, struct dn_job *job); /* any thread; false once stopped */
+
+/* Whether n_waiting_max jobs wait: then new requests are refused, each of which holds its body. Jobs of requests that
+ * have been taken in are still accepted. Any thread. */
+bool dn_workers_are_full(struct dn_workers *w);
 
 #endif

@@ -419,8 +419,8 @@ static int start(struct server *s, struct dn_err *err)
     if (rc != 0 || s->check_only)
         return rc;
     dn_receipt_head(n->model, "");
-    if ((rc = dn_workers_open(n->n_loops > 1 ? 2 : 1, &n->workers, err)) != 0 || (rc = open_http(s, err)) != 0 ||
-        (rc = load(s, err)) != 0)
+    if ((rc = dn_workers_open(n->n_loops > 1 ? 2 : 1, s->conf->queue_limit, &n->workers, err)) != 0 ||
+        (rc = open_http(s, err)) != 0 || (rc = load(s, err)) != 0)
         return rc;
     atomic_store(&n->state, DN_NODE_READY);
     uint16_t port;

@@ -137,7 +137,13 @@ struct dn_request *dn_local_request(const int32_t *prompt, size_t n_prompt, uint
 
 int dn_local_submit(struct dn_local *l, struct dn_request *r, struct dn_err *err)
 {
-    int rc = dn_sched_submit(l->sched, r, err);
+    const uint32_t context = l->loaded.pool->conf.context_tokens;
+    int rc;
+    if ((uint64_t)r->n_prompt + r->max_tokens > context)
+        rc = dn_err_set(err, DN_CONTEXT_LENGTH, "%u prompt tokens and %u of output: the context is %u", r->n_prompt,
+                        r->max_tokens, context);
+    else
+        rc = dn_sched_submit(l->sched, r, err);
     if (rc != 0)
         dn_request_free(r);
     return rc;

@@ -33,8 +33,9 @@ void dn_local_close(struct dn_local *l);
 
 /* A request with defaults (greedy, no penalties, integrity tag); the prompt is copied. */
 struct dn_request *dn_local_request(const int32_t *prompt, size_t n_prompt, uint32_t max_tokens);
-/* Takes the request over and runs until nothing is left to do; events arrive at on_event. */
+/* Takes the request over, also when it fails: -DN_CONTEXT_LENGTH if it is longer than the context. */
 int dn_local_submit(struct dn_local *l, struct dn_request *r, struct dn_err *err);
+/* Runs until nothing is left to do; events arrive at on_event. */
 void dn_local_run(struct dn_local *l);
 
 #endif

@@ -268,3 +268,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         t.read("> ")
     os.write(t.master, b"\x04") # Ctrl-D
     assert t.end() == OK
+
+
+def test_bench_refuses_what_is_longer_than_the_context():
+    for flags in (("--what", "prefill", "--prompt", "6000"), ("--what", "decode", "--output", "6000", "--batch", "1")):
+        done = command("bench", tiny_model(), "--rounds", "1", *flags)
+        assert done.returncode == 1 and "the context is 4096" in done.stderr, (done.returncode, done.stderr)
+    done = command("bench", tiny_model(), "--rounds", "1", "--prompt", "64", "--output", "8", "--batch", "2", "--csv")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stderr

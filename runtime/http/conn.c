@@ -613,7 +613,8 @@ void dn_conn_accept(struct dn_loop *loop, int fd, bool is_cleartext, const struc
     c->watch = dn_watch_open(loop->h, fd, on_readable, on_writable, c);
     enter(c, DN_CONN_HANDSHAKE);
     if (!is_cleartext) {
-        c->tls = dn_tls_open(loop->tls, &c->in, &c->out);
+        /* There is no configuration if the loop could not make its first one: see refresh_tls(). */
+        c->tls = loop->tls ? dn_tls_open(loop->tls, &c->in, &c->out) : NULL;
         if (!c->tls) {
             dn_conn_doom(c);
             return;

@@ -1,5 +1,7 @@
 #include "http/internal.h"
 
+#include "base/log.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -95,7 +97,11 @@ static void refresh_tls(struct dn_loop *loop)
         dn_tls_conf_put(loop->tls);
         loop->tls = conf;
     } else if (id) {
-        fprintf(stderr, "dunlin: error http.tls loop=%u: %s\n", loop->idx, err.text);
+        struct dn_log_line l;
+        dn_log_begin_limited(&l, DN_LOG_ERROR, "http.tls_failed", "", loop->now_ns);
+        dn_log_uint(&l, "loop", loop->idx);
+        dn_log_err(&l, &err);
+        dn_log_end(&l);
     }
     loop->tls_generation = generation;
     dn_tls_identity_put(id);

@@ -570,15 +570,15 @@ static void submit(struct dn_call *c)
         return;
     }
     add_headers(c);
-    dn_output_init(&c->output, node, &c->params, &c->prompt, c->name, dn_wall_ns() / DN_NS_PER_S);
-    c->has_output = true;
     struct dn_request *r = make_request(c);
     if (dn_sched_submit(node->sched, r, &err) != 0) {
         dn_request_free(r);
         fail(c, &err);
         return;
     }
-    c->submitted = true;
+    c->submitted = true; /* events come through the loop's queue, so not before this returns */
+    dn_output_init(&c->output, node, &c->params, &c->prompt, c->name, dn_wall_ns() / DN_NS_PER_S);
+    c->has_output = true;
 }
 
 /* ---- The answer

@@ -108,6 +108,7 @@ def test_a_full_queue_is_503_with_retry_after():
         r = node.post("/v1/completions", {**BODY, "prompt": "a", "max_tokens": 1})
         is_error(r, 503, "overloaded")
         assert int(r.headers["retry-after"]) >= 1
+        assert node.metrics()["dunlin_requests_served_total"] == 0, "what was refused was not served"
         running.close()
         for s in waiting:
             assert s.recv(100).startswith(b"HTTP/1.1 200")

@@ -10,6 +10,8 @@
 
 /* A key or tensor with its key's bytes ahead; the smallest possible sizes bound the counts by the file's length. */
 enum { MIN_KV_BYTES = 8 + 4 + 1, MIN_TENSOR_BYTES = 8 + 4 + 4 + 8, MAX_ALIGNMENT = 1 << 20, MAX_NAME_BYTES = 512 };
+/* A file with holes is as long as it likes: these bound what its counts make us allocate and walk through. */
+enum { MAX_VALUES = 1 << 20, MAX_TENSORS = 1 << 20, MAX_STRINGS = 1 << 24 };
 
 /* Values and tensors in the order of their names: finds by halving, and no choice of names makes it slow. */
 struct dn_gguf_index {
@@ -144,7 +146,7 @@ static int parse_array(struct reader *r, struct dn_gguf_value *v, struct dn_err 
         return dn_err_set(err, DN_MODEL_FILE, "array of arrays, which no model uses");
     v->elem_type = (enum dn_gguf_type)elem;
     uint32_t size = elem == DN_GGUF_STRING ? 8 : TYPE[elem].bytes;
-    if (v->n > left(r) / size)
+    if (v->n > left(r) / size || (elem == DN_GGUF_STRING && v->n > MAX_STRINGS))
         return dn_err_set(err, DN_MODEL_FILE, "array of %" PRIu64 " elements of type %s in a file of %" PRIu64 " bytes",
                           v->n, TYPE[elem].name, r->bytes);
     v->data = r->data + r->pos;
@@ -244,7 +246,7 @@ static int index_tensors(struct dn_gguf *g, struct dn_err *err)
 
 static int parse_values(struct dn_gguf *g, struct reader *r, uint64_t n, struct dn_err *err)
 {
-    if (n > left(r) / MIN_KV_BYTES)
+    if (n > MAX_VALUES || n > left(r) / MIN_KV_BYTES)
         return dn_err_set(err, DN_MODEL_FILE, "%" PRIu64 " metadata keys in a file of %" PRIu64 " bytes", n, r->bytes);
     g->value = dn_alloc0((size_t)n, sizeof *g->value);
     for (uint64_t i = 0; i < n; i++) {
@@ -363,7 +365,7 @@ static int check_overlap(const struct dn_gguf *g, struct dn_err *err)
 
 static int parse_tensors(struct dn_gguf *g, struct reader *r, uint64_t n, struct dn_err *err)
 {
-    if (n > left(r) / MIN_TENSOR_BYTES)
+    if (n > MAX_TENSORS || n > left(r) / MIN_TENSOR_BYTES)
         return dn_err_set(err, DN_MODEL_FILE, "%" PRIu64 " tensors in a file of %" PRIu64 " bytes", n, r->bytes);
     g->tensor = dn_alloc0((size_t)n, sizeof *g->tensor);
     uint64_t *offset = dn_alloc0((size_t)n, sizeof *offset);

@@ -264,6 +264,49 @@ Test(gguf, many_keys_are_no_trouble, .timeout = 20)
     dn_buf_release(&b);
 }
 
+static void put_u64(struct dn_buf *b, uint64_t v)
+{
+    dn_buf_put(b, &v, sizeof v);
+}
+
+/* A terabyte of holes costs nobody anything: what its length allows must not be allocated or walked through. */
+Test(gguf, counts_of_a_file_with_holes, .timeout = 20)
+{
+    static const struct {
+        uint64_t n_tensors, n_values, n_strings;
+        const char *text;
+    } row[] = {{30000000000, 0, 0, "30000000000 tensors in a file"},
+               {0, 60000000000, 0, "60000000000 metadata keys in a file"},
+               {0, 1, 100000000000, "array of 100000000000 elements of type string"}};
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        char path[] = "/tmp/dn_gguf_XXXXXX";
+        struct dn_buf b = {0};
+        struct dn_gguf *g;
+        struct dn_err err = {0};
+        uint32_t word[] = {3, DN_GGUF_ARRAY, DN_GGUF_STRING};
+        dn_buf_put(&b, "GGUF", 4);
+        dn_buf_put(&b, &word[0], 4);
+        put_u64(&b, row[i].n_tensors);
+        put_u64(&b, row[i].n_values);
+        put_u64(&b, 1);
+        dn_buf_puts(&b, "a");
+        dn_buf_put(&b, &word[1], 8);
+        put_u64(&b, row[i].n_strings);
+        int fd = mkstemp(path);
+        cr_assert(fd >= 0 && write(fd, b.data, b.len) == (ssize_t)b.len);
+        int failed = ftruncate(fd, (off_t)1 << 40);
+        close(fd);
+        if (failed) {
+            printf("SKIPPED: no file of a terabyte in /tmp\n");
+        } else {
+            cr_assert_eq(dn_gguf_open(path, &g, &err), -DN_MODEL_FILE);
+            cr_assert(strstr(err.text, row[i].text), "%s", err.text);
+        }
+        unlink(path);
+        dn_buf_release(&b);
+    }
+}
+
 Test(gguf, a_folder_or_a_missing_file_is_an_io_error)
 {
     struct dn_gguf *g;

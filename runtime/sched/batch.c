@@ -83,7 +83,8 @@ void dn_batch_add(struct dn_batch *b, struct dn_seq *s, uint32_t n_tokens)
     s->first_row = st->n_rows;
     if (s->req->prompt_logprobs)
         for (uint32_t i = 0; i < n_tokens && s->n_computed + i + 1 < s->req->n_prompt; i++)
-            add_row(b, s, first + i, s->token[s->n_computed + i + 1]);
+            if (s->n_computed + i + 1 > s->n_prompt_reported) /* else it was sent before a preemption */
+                add_row(b, s, first + i, s->token[s->n_computed + i + 1]);
     if (end == s->n_tokens && s->req->max_tokens > 0)
         add_row(b, s, first + n_tokens - 1, -1);
     b->seq[idx] = s;

@@ -19,7 +19,7 @@ void dn_batch_begin(struct dn_batch *b);
 uint32_t dn_batch_tokens_left(const struct dn_batch *b);
 uint32_t dn_batch_rows_left(const struct dn_batch *b);
 /* The next n_tokens of the sequence; rows as needed: one to sample if these are its last tokens, one for each prompt
- * token whose log-probability is wanted. */
+ * token whose log-probability is wanted and not sent yet. */
 void dn_batch_add(struct dn_batch *b, struct dn_seq *s, uint32_t n_tokens);
 
 #endif

@@ -160,6 +160,23 @@ Test(sched, preempted_sequences_are_computed_again_to_the_same_text)
     node_close(n);
 }
 
+Test(sched, preemption_reports_no_prompt_token_twice)
+{
+    struct node *n = node_open(14, 64, (struct dn_sched_conf){.reserve_tokens = 1});
+    for (unsigned i = 0; i < 3; i++) {
+        struct dn_request *r = request(n, i, 40 + i, 60, 60);
+        r->prompt_logprobs = true;
+        submit(n, r);
+    }
+    run(n);
+    cr_assert_gt(n->sched->now.preemptions, 0);
+    for (unsigned i = 0; i < 3; i++) {
+        cr_assert(n->answer[i].done && n->answer[i].n == 60, "request %u", i);
+        cr_assert_eq(n->answer[i].n_prompt_events, 59, "request %u: %u", i, n->answer[i].n_prompt_events);
+    }
+    node_close(n);
+}
+
 /* A queue timeout is over once a request has started: it must not wake the thread again and again. */
 Test(sched, a_preempted_request_waits_without_spinning)
 {

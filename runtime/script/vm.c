@@ -157,6 +157,13 @@ static int on_error(lua_State *L)
     return 1;
 }
 
+/* What going over n bytes of a string costs. Only long strings matter: hooks count the call itself. */
+static void spend_bytes(lua_State *L, size_t n)
+{
+    if (n >= 4096)
+        spend(L, n / 64);
+}
+
 static int safe_rep(lua_State *L)
 {
     size_t len;
@@ -197,6 +204,7 @@ static int safe_find(lua_State *L)
         return 1;
     }
     const char *at = n ? memmem(s + (size_t)start, len - (size_t)start, what, n) : s + (size_t)start;
+    spend_bytes(L, at ? (size_t)(at - s) - (size_t)start : len - (size_t)start);
     if (!at) {
         lua_pushnil(L);
         return 1;
@@ -204,6 +212,19 @@ static int safe_find(lua_State *L)
     lua_pushinteger(L, at - s + 1);
     lua_pushinteger(L, at - s + (lua_Integer)n);
     return 2;
+}
+
+/* lower, upper and reverse: LuaJIT's own, which is the upvalue, with the price of a long string. */
+static int safe_map(lua_State *L)
+{
+    size_t len;
+    luaL_checklstring(L, 1, &len);
+    spend_bytes(L, len);
+    lua_settop(L, 1);
+    lua_pushvalue(L, lua_upvalueindex(1));
+    lua_insert(L, 1);
+    lua_call(L, 1, 1);
+    return 1;
 }
 
 /* load(text [, name [, mode ignored [, env]]]) for host code: strings only, never bytecode. */
@@ -299,6 +320,12 @@ static void make_strings(lua_State *L)
     static const char *const keep[] = {"byte", "char", "format", "len", "lower", "reverse", "sub", "upper", NULL};
     lua_getglobal(L, "string");
     push_copy(L, lua_gettop(L), keep);
+    static const char *const map[] = {"lower", "upper", "reverse"};
+    for (size_t i = 0; i < sizeof map / sizeof *map; i++) {
+        lua_getfield(L, -1, map[i]);
+        lua_pushcclosure(L, safe_map, 1);
+        lua_setfield(L, -2, map[i]);
+    }
     lua_pushcfunction(L, safe_rep);
     lua_setfield(L, -2, "rep");
     lua_pushcfunction(L, safe_find);

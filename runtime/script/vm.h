@@ -3,7 +3,7 @@
  * A VM is one lua_State with the JIT off (compiled traces ignore hooks), the libraries base, table, string and math, an
  * allocator with a cap, and a budget of instructions and time for each dn_vm_call(). When a budget is spent the hook
  * fires again at every instruction, so that pcall can't swallow it. C functions can't be interrupted: untrusted code
- * therefore never sees Lua patterns, pcall or coroutines, and its table library looks at the budget itself.
+ * therefore never sees Lua patterns, pcall or coroutines, and its slow functions look at the budget themselves.
  *
  * Two levels of trust share a VM. Host code (the embedded modules of lua/) sees the globals: the four libraries plus
  * require (embedded modules only) and load (text only), without io, os, debug, ffi, jit, package, dofile, loadfile,

@@ -63,7 +63,7 @@ Test(vm, stops_at_the_deadline)
 }
 
 /* One call of a C function must not take what a policy's whole budget can't. */
-Test(vm, functions_of_tables_look_at_the_budget)
+Test(vm, functions_of_tables_and_strings_look_at_the_budget)
 {
     must_fail("local t = {} for i = 1, 100 do t[i] = i * 7919 % 101 end while true do table.sort(t) end",
               DN_VM_INSTRUCTIONS, "instructions");
@@ -73,7 +73,10 @@ Test(vm, functions_of_tables_look_at_the_budget)
         " for i = 1, 30000 do t[i] = s[i * 7919 % 9 + 1] end return function() table.sort(t) end",
         "local t = {} for i = 1, 200000 do t[i] = '' end return function() while true do table.concat(t) end end",
         "local t = {} for i = 1, 200000 do t[i] = i end return function() while true do table.insert(t, 1, 1) end end",
-        "local t = {} for i = 1, 200000 do t[i] = i end return function() while true do table.maxn(t) end end"};
+        "local t = {} for i = 1, 200000 do t[i] = i end return function() while true do table.maxn(t) end end",
+        "local s = ('x'):rep(65536) for i = 1, 4 do s = s .. s end return function() while true do s:upper() end end",
+        "local s = ('x'):rep(65536) for i = 1, 4 do s = s .. s end return function() while true do s:find('y') end "
+        "end"};
     for (size_t i = 0; i < sizeof slow / sizeof *slow; i++) {
         struct dn_vm *vm = open_vm(8 << 20, UINT64_MAX / 2, DN_NS_PER_S);
         cr_assert_eq(run(vm, slow[i], true), 0, "%s", err.text);
@@ -93,6 +96,7 @@ Test(vm, functions_of_tables_look_at_the_budget)
                  0, "%s", err.text);
     cr_assert_str_eq(lua_tostring(dn_vm_lua(vm), -1), "4,3,2,1,05");
     dn_vm_close(vm);
+    must_fail("local u = ('x').upper({})", DN_VM_ERROR, "policies/x.lua:1: bad argument #1 to 'upper'");
     must_fail("table.sort({ 1, 'a' })", DN_VM_ERROR, "attempt to compare");
     must_fail("table.insert(1, 2)", DN_VM_ERROR, "policies/x.lua:1: bad argument #1 to 'insert'");
     must_fail("table.concat({ {} })", DN_VM_ERROR, "policies/x.lua:1: invalid value (table) at index 1");

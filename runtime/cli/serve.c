@@ -419,7 +419,9 @@ static int start(struct server *s, struct dn_err *err)
     if (rc != 0 || s->check_only)
         return rc;
     dn_receipt_head(n->model, "");
-    if ((rc = dn_workers_open(n->n_loops > 1 ? 2 : 1, s->conf->queue_limit, &n->workers, err)) != 0 ||
+    /* A worker needs a moment to take what comes at once: a short queue must not refuse a burst that is no load. */
+    size_t n_waiting_max = s->conf->queue_limit > 64 ? s->conf->queue_limit : 64;
+    if ((rc = dn_workers_open(n->n_loops > 1 ? 2 : 1, n_waiting_max, &n->workers, err)) != 0 ||
         (rc = open_http(s, err)) != 0 || (rc = load(s, err)) != 0)
         return rc;
     atomic_store(&n->state, DN_NODE_READY);

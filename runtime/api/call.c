@@ -627,7 +627,7 @@ void dn_call_event(struct dn_call *c, const struct dn_event *e, const struct dn_
         c->first_token_ns = step_ns;
     bool stopped = dn_output_event(&c->output, e, detail);
     if (stopped)
-        dn_sched_cancel(c->loop->node->sched, c->id);
+        dn_sched_stopped(c->loop->node->sched, c->id);
     if (c->output.done)
         complete(c);
 }

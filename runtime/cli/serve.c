@@ -9,6 +9,7 @@
 #include "http/tls_selfsigned.h"
 #include "script/conf.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -24,6 +25,8 @@ static const char usage[] =
     "MODEL is a GGUF file or a folder with config.json and safetensors. Flag > file > default;\n"
     "everything else is in the configuration file: dunlin help conf\n";
 
+enum { DN_POLICY_HEADERS_MAX = 16 };
+
 /* Everything that serve owns, in the order in which it is built. */
 struct server {
     struct dn_conf *conf;
@@ -34,6 +37,8 @@ struct server {
     struct dn_progress progress;
     char cert[512], key[512], cert_origin[600];
     char host[64];
+    char *header_names; /* lower case, cut into header[] */
+    const char *header[DN_POLICY_HEADERS_MAX];
     sigset_t signals;
     uint64_t start_ns;
     bool check_only;
@@ -376,7 +381,29 @@ static void close_all(struct server *s)
     dn_metrics_close(n->metrics);
     dn_load_release(&s->loaded);
     dn_keys_release(&s->keys);
+    free(s->header_names);
     dn_conf_close(s->conf);
+}
+
+/* The headers that policies see, by their lower-case names. */
+static void split_headers(struct server *s)
+{
+    s->header_names = dn_strdup(s->conf->policy_headers);
+    size_t n = 0;
+    char *at = s->header_names;
+    while (*at && n < DN_POLICY_HEADERS_MAX) {
+        size_t skip = strspn(at, ", "), len = strcspn(at + skip, ", ");
+        if (len == 0)
+            break;
+        s->header[n++] = at += skip;
+        for (size_t i = 0; i < len; i++)
+            at[i] = (char)tolower((unsigned char)at[i]);
+        at += len;
+        if (*at)
+            *at++ = '\0';
+    }
+    s->node.api.policy_header = s->header;
+    s->node.api.n_policy_headers = n;
 }
 
 static void fill_node(struct server *s)
@@ -402,6 +429,7 @@ static void fill_node(struct server *s)
         .queue_timeout_ms = u32(c->queue_timeout_ms),
     };
     dn_kv_format_parse(s->model.kv_dtype, &n->api.kv);
+    split_headers(s);
 }
 
 static int start(struct server *s, struct dn_err *err)

@@ -9,7 +9,7 @@
 
 enum { DEFAULT_QUEUE = 256, DEFAULT_RESERVE = 512 };
 
-enum message_kind { MSG_SUBMIT, MSG_CANCEL, MSG_PAUSE, MSG_RESUME, MSG_CLEAR_CACHE };
+enum message_kind { MSG_SUBMIT, MSG_CANCEL, MSG_STOPPED, MSG_PAUSE, MSG_RESUME };
 struct message {
     struct dn_inbox_node node; /* first */
     enum message_kind kind;
@@ -46,14 +46,14 @@ void dn_sched_cancel(struct dn_sched *s, struct dn_request_id id)
     post(s, MSG_CANCEL, NULL, id);
 }
 
+void dn_sched_stopped(struct dn_sched *s, struct dn_request_id id)
+{
+    post(s, MSG_STOPPED, NULL, id);
+}
+
 void dn_sched_pause(struct dn_sched *s, struct dn_request_id id, bool paused)
 {
     post(s, paused ? MSG_PAUSE : MSG_RESUME, NULL, id);
-}
-
-void dn_sched_clear_cache(struct dn_sched *s)
-{
-    post(s, MSG_CLEAR_CACHE, NULL, (struct dn_request_id){0});
 }
 
 void dn_sched_snapshot(struct dn_sched *s, struct dn_snapshot *out)
@@ -271,24 +271,20 @@ static bool same_id(struct dn_request_id a, struct dn_request_id b)
     return a.loop == b.loop && a.slot == b.slot && a.generation == b.generation;
 }
 
-static void cancel(struct dn_sched *s, struct dn_seq *q)
+static void leave(struct dn_sched *s, struct dn_seq *q, const char *reason)
 {
-    dn_sched_stats_done(s->stats, "cancelled", dn_now_ns() - q->req->arrival_ns);
+    dn_sched_stats_done(s->stats, reason, dn_now_ns() - q->req->arrival_ns);
     dn_sched_end(s, q);
 }
 
 static void command(struct dn_sched *s, const struct message *c)
 {
-    if (c->kind == MSG_CLEAR_CACHE) {
-        dn_prefix_clear(s->pool->prefix);
-        s->room_changed = true;
-        return;
-    }
+    const char *reason = c->kind == MSG_CANCEL ? "cancelled" : c->kind == MSG_STOPPED ? "stop" : NULL;
     for (struct dn_seq **link = &s->waiting; *link; link = &(*link)->next) {
         if (!same_id((*link)->req->id, c->id))
             continue;
-        if (c->kind == MSG_CANCEL)
-            cancel(s, unlink_waiting(s, link));
+        if (reason)
+            leave(s, unlink_waiting(s, link), reason);
         else
             (*link)->paused = c->kind == MSG_PAUSE;
         return;
@@ -297,8 +293,8 @@ static void command(struct dn_sched *s, const struct message *c)
         struct dn_seq *q = s->running[i];
         if (!q || !same_id(q->req->id, c->id))
             continue;
-        if (c->kind == MSG_CANCEL)
-            cancel(s, q);
+        if (reason)
+            leave(s, q, reason);
         else
             q->paused = c->kind == MSG_PAUSE;
         return;

@@ -37,10 +37,10 @@ void dn_sched_close(struct dn_sched *s); /* stops if need be, frees */
 int dn_sched_submit(struct dn_sched *s, struct dn_request *r, struct dn_err *err);
 /* The client is gone: ends within a step, its pages are free then. No event follows. */
 void dn_sched_cancel(struct dn_sched *s, struct dn_request_id id);
+/* The same, because the answer is complete: its text has reached a stop string. */
+void dn_sched_stopped(struct dn_sched *s, struct dn_request_id id);
 /* The client reads too slowly: its sequence sits out until resumed. */
 void dn_sched_pause(struct dn_sched *s, struct dn_request_id id, bool paused);
-/* Forgets every cached prefix that no sequence holds. */
-void dn_sched_clear_cache(struct dn_sched *s);
 
 void dn_sched_snapshot(struct dn_sched *s, struct dn_snapshot *out);
 uint32_t dn_sched_waiting(struct dn_sched *s); /* requests submitted and not yet running */

@@ -78,7 +78,8 @@ struct dn_conf {
     uint64_t queue_limit, queue_timeout_ms;
     const struct dn_conf_policy *policy;
     size_t n_policies;
-    bool policy_expose; /* x-dunlin-* headers say what a request got and why */
+    const char *policy_headers; /* names, separated by commas, of request headers that policies see */
+    bool policy_expose;         /* x-dunlin-* headers say what a request got and why */
     double policy_budget_ms;
     uint64_t policy_instructions, policy_memory; /* bytes */
     const char *log_level, *log_format;

@@ -81,6 +81,7 @@ const struct dn_conf_row dn_conf_rows[] = {
     {"queue.limit", T_INT, N(queue_limit), 1, 100000, NULL, "256", "waiting requests; more is 503 with Retry-After"},
     {"queue.timeout_ms", T_INT, N(queue_timeout_ms), 1, WEEK_MS, NULL, "30000", "longest wait, where no policy says otherwise"},
 
+    {"policy.headers", T_STRING, N(policy_headers), NONE, "", "request headers that policies see, separated by commas, e.g. \"user-agent\""},
     {"policy.expose", T_BOOL, N(policy_expose), NONE, "false", "x-dunlin-... headers tell what a request got and by which policy"},
     {"policy.budget_ms", T_NUMBER, N(policy_budget_ms), 0.05, 1000, NULL, "1", "time of one hook"},
     {"policy.instructions", T_INT, N(policy_instructions), 1000, 1e9, NULL, "200000", "instructions of one hook"},

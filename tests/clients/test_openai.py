@@ -3,6 +3,8 @@ answer of the same node, since its words mean nothing."""
 import asyncio
 import json
 import math
+import time
+
 
 import pytest
 from serve_lib import Node, is_error, stream, stream_text, together
@@ -471,3 +473,19 @@ def test_the_metrics_count_what_was_done(node):
                          ("dunlin_output_tokens_total", "vllm:generation_tokens_total"),
                          ("dunlin_kv_usage_ratio", "vllm:kv_cache_usage_perc")):
         assert after[ours] == after[theirs]
+
+
+def test_a_stop_string_is_counted_as_a_stop_and_not_as_a_cancelled_request(node):
+    def finished():
+        m = node.metrics()
+        return [sum(v for k, v in m.items() if k.startswith("dunlin_requests_finished_total") and f'"{reason}"' in k)
+                for reason in ("stop", "cancelled")]
+
+    whole = node.complete(max_tokens=20, ignore_eos=True, temperature=0).json()["choices"][0]["text"]
+    stop, cancelled = finished()
+    r = node.complete(max_tokens=20, ignore_eos=True, temperature=0, stop=whole[4:8]).json()["choices"][0]
+    assert r["finish_reason"] == "stop"
+    deadline = time.time() + 5
+    while finished() == [stop, cancelled] and time.time() < deadline:
+        time.sleep(0.05)
+    assert finished() == [stop + 1, cancelled]

@@ -258,3 +258,14 @@ def test_what_a_request_got_is_not_told_unless_configured():
         r = ask(node, dunlin={"kv": "fp8_e4m3"})
         assert not [h for h in r.headers if h.startswith("x-dunlin-")]
         node.wait_log(r"request\.done .*kv=fp8_e4m3")
+
+
+def test_a_policy_sees_the_headers_that_the_configuration_names_and_no_others():
+    path = write("headers.lua", 'return { api = 1, name = "headers", route = function(req)\n'
+                 '  return { headers = { ["x-seen"] = (req.headers["x-app"] or "-") .. "/" .. '
+                 '(req.headers["x-other"] or "-") } }\nend }\n')
+    with Node(conf=policies(path, more='headers = "User-Agent, X-App",')) as node:
+        with node.http() as http:
+            r = http.post("/v1/completions", json=BODY, headers={"x-app": "shop", "x-other": "no"})
+            assert r.status_code == 200 and r.headers["x-seen"] == "shop/-"
+            assert http.post("/v1/completions", json=BODY).headers["x-seen"] == "-/-"

@@ -5,7 +5,6 @@ import json
 import math
 import time
 
-
 import pytest
 from serve_lib import Node, is_error, stream, stream_text, together
 
@@ -481,9 +480,9 @@ def test_a_stop_string_is_counted_as_a_stop_and_not_as_a_cancelled_request(node)
         return [sum(v for k, v in m.items() if k.startswith("dunlin_requests_finished_total") and f'"{reason}"' in k)
                 for reason in ("stop", "cancelled")]
 
-    whole = node.complete(max_tokens=20, ignore_eos=True, temperature=0).json()["choices"][0]["text"]
+    whole = node.complete(max_tokens=20, ignore_eos=True, temperature=0)["choices"][0]["text"]
     stop, cancelled = finished()
-    r = node.complete(max_tokens=20, ignore_eos=True, temperature=0, stop=whole[4:8]).json()["choices"][0]
+    r = node.complete(max_tokens=20, ignore_eos=True, temperature=0, stop=whole[4:8])["choices"][0]
     assert r["finish_reason"] == "stop"
     deadline = time.time() + 5
     while finished() == [stop, cancelled] and time.time() < deadline:

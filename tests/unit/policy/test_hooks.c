@@ -90,7 +90,7 @@ Test(hooks, what_admit_decided_is_seen_in_route)
 Test(hooks, a_rejection_that_was_changed_is_an_error)
 {
     static const char *const change[] = {
-        "r.message = ('x'):rep(1000)", "r.code = ('x'):rep(100)", "r.code = nil", "r.message = {}",
+        "r.message = ('x'):rep(1000)", "r.code = ('x'):rep(100)", "r.code = nil",           "r.message = {}",
         "r.param = ('x'):rep(100)",    "r.status = 200",          "r.retry_after = 'soon'",
     };
     for (size_t i = 0; i < sizeof change / sizeof *change; i++) {

@@ -57,7 +57,8 @@ void dn_receipt_tail(const struct dn_receipt *r)
     print_weights(node);
     print_kv(node);
     dn_policy_summary(node->policy, &policy);
-    fprintf(stderr, "policy   %s\n", policy.len ? dn_buf_str(&policy) : "none: every request is served as configured");
+    bool none = strncmp(dn_buf_str(&policy), "0 files", 7) == 0;
+    fprintf(stderr, "policy   %s\n", none ? "none: every request is served as configured" : dn_buf_str(&policy));
     dn_buf_release(&policy);
     fprintf(stderr, "integrity %s\n", node->api.check ? "tag: every page is checked before every step" : "off");
     fprintf(stderr, "http     https://%s:%u  (HTTP/2, HTTP/1.1; %s)\n", r->listen_host, r->port, r->cert_origin);

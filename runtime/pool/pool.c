@@ -27,7 +27,9 @@ static void choose_sizes(struct dn_pool *p)
     if (c->context_tokens > p->model->hyper.context_tokens)
         c->context_tokens = p->model->hyper.context_tokens;
     if (c->kv_bytes == 0) {
+        /* Four full contexts; a sixteenth more for what is lost in pages and slabs that are not full. */
         c->kv_bytes = 4 * (uint64_t)c->context_tokens * dn_model_kv_bytes(p->model, false);
+        c->kv_bytes += c->kv_bytes / 16;
         if (c->kv_bytes > default_kv_bytes_max)
             c->kv_bytes = default_kv_bytes_max;
     }

@@ -1,10 +1,49 @@
 #include "base/buf.h"
+#include "base/json.h"
 #include "cli/args.h"
 #include "cli/cli.h"
 #include "script/keys.h"
 
 #include <stdio.h>
 #include <string.h>
+
+static void print_table(const struct dn_keys *keys)
+{
+    printf("%-20s %-20s %s\n", "ID", "TENANT", "LABELS");
+    for (size_t i = 0; i < keys->n; i++) {
+        const struct dn_key *key = &keys->item[i];
+        printf("%-20s %-20s", key->id, key->tenant);
+        for (size_t k = 0; k < key->n_labels; k++)
+            printf(" %s=%s", key->label[k].name, key->label[k].value ? key->label[k].value : "true");
+        putchar('\n');
+    }
+}
+
+static void print_json(const struct dn_keys *keys)
+{
+    struct dn_buf b = {0};
+    struct dn_json_writer w = dn_json_writer(&b);
+    dn_json_begin_array(&w);
+    for (size_t i = 0; i < keys->n; i++) {
+        const struct dn_key *key = &keys->item[i];
+        dn_json_begin_object(&w);
+        dn_json_key(&w, "id");
+        dn_json_string(&w, key->id);
+        dn_json_key(&w, "tenant");
+        dn_json_string(&w, key->tenant);
+        dn_json_key(&w, "labels");
+        dn_json_begin_object(&w);
+        for (size_t k = 0; k < key->n_labels; k++) {
+            dn_json_key(&w, key->label[k].name);
+            dn_json_string(&w, key->label[k].value ? key->label[k].value : "true");
+        }
+        dn_json_end_object(&w);
+        dn_json_end_object(&w);
+    }
+    dn_json_end_array(&w);
+    puts(dn_buf_str(&b));
+    dn_buf_release(&b);
+}
 
 int dn_cmd_key(int argc, char **argv)
 {
@@ -14,7 +53,9 @@ int dn_cmd_key(int argc, char **argv)
                                 "The key goes to stdout with the entry for the keys file (conf/keys.lua) behind it, "
                                 "which holds its hash alone.\n";
     const char *tenant = NULL;
-    const struct dn_flag flag[] = {{"tenant", "T", "whose key it is [NAME]", &tenant, NULL},
+    bool json = false;
+    const struct dn_flag flag[] = {{"json", NULL, "list: one JSON document", NULL, &json},
+                                   {"tenant", "T", "whose key it is [NAME]", &tenant, NULL},
                                    {NULL, NULL, NULL, NULL, NULL}};
     struct dn_args args;
     struct dn_err err = {0};
@@ -47,14 +88,10 @@ int dn_cmd_key(int argc, char **argv)
             dn_conf_errors_release(&errors);
             return DN_EXIT_USAGE;
         }
-        printf("%-20s %-20s %s\n", "ID", "TENANT", "LABELS");
-        for (size_t i = 0; i < keys.n; i++) {
-            printf("%-20s %-20s", keys.item[i].id, keys.item[i].tenant);
-            for (size_t k = 0; k < keys.item[i].n_labels; k++)
-                printf(" %s=%s", keys.item[i].label[k].name,
-                       keys.item[i].label[k].value ? keys.item[i].label[k].value : "true");
-            putchar('\n');
-        }
+        if (json)
+            print_json(&keys);
+        else
+            print_table(&keys);
         dn_keys_release(&keys);
         return DN_EXIT_OK;
     }

@@ -34,6 +34,13 @@ def test_made_keys_are_long_and_listed_without_themselves(keys):
     assert not any(keys[n] in done.stdout for n in ("a1", "a2", "b1"))
 
 
+def test_the_list_of_keys_is_also_one_json_document(keys):
+    table = command("key", "list", keys["path"]).stdout.splitlines()[1:]
+    listed = json.loads(command("key", "list", keys["path"], "--json").stdout)
+    assert [k["id"] for k in listed] == [line.split()[0] for line in table]
+    assert all(set(k) == {"id", "tenant", "labels"} for k in listed)
+
+
 def test_without_a_key_or_with_a_wrong_one_everything_is_401(node, keys):
     with node.http() as http:
         http.headers.pop("authorization")

@@ -404,9 +404,7 @@ static void peek_prefix(struct dn_call *c)
     uint8_t salt[DN_SALT_BYTES];
     uint32_t n_salt = choose_salt(c, salt);
     for (int f = 0; f < DN_KV_FORMATS; f++) {
-        struct dn_hash128 root =
-            dn_prefix_root(pool->prefix, pool->model->path, dn_weights_format_name(pool->weights->format),
-                           (enum dn_kv_format)f, salt, n_salt);
+        struct dn_hash128 root = dn_pool_prefix_root(pool, (enum dn_kv_format)f, salt, n_salt);
         c->cached_tokens[f] = dn_prefix_peek(pool->prefix, root, c->prompt.data, (uint32_t)c->prompt.len);
     }
 }

@@ -35,20 +35,27 @@ static void choose_sizes(struct dn_pool *p)
     }
 }
 
-static int open_device(struct dn_pool *p, struct dn_err *err)
+/* What a step may hold; device and runner are opened with the same. */
+static int choose_limits(const struct dn_pool_conf *c, struct dn_step_limits *out, struct dn_err *err)
 {
-    const struct dn_pool_conf *c = &p->conf;
     uint64_t pages = (uint64_t)c->max_sequences * ((c->context_tokens + c->page_tokens - 1) / c->page_tokens);
     if (pages > UINT32_MAX / 2)
         return dn_err_set(err, DN_CONFIG, "max_sequences %u x context %u: page tables of %llu entries are too large",
                           c->max_sequences, c->context_tokens, (unsigned long long)pages);
+    *out = (struct dn_step_limits){.tokens = c->step_tokens,
+                                   .seqs = c->max_sequences,
+                                   .rows = c->max_sequences + c->echo_rows,
+                                   .pages = (uint32_t)pages};
+    return 0;
+}
+
+static int open_device(struct dn_pool *p, const struct dn_step_limits *limits, struct dn_err *err)
+{
+    const struct dn_pool_conf *c = &p->conf;
     struct dn_device_conf dc = {
         .n_threads = c->n_threads,
         .isa = c->isa,
-        .limits = {.tokens = c->step_tokens,
-                   .seqs = c->max_sequences,
-                   .rows = c->max_sequences + c->echo_rows,
-                   .pages = (uint32_t)pages},
+        .limits = *limits,
         .n_slots = c->max_sequences,
         .n_vocab = p->model->hyper.n_vocab,
     };
@@ -57,11 +64,11 @@ static int open_device(struct dn_pool *p, struct dn_err *err)
     return dn_kernels_open_library(c->backend, &dc, &p->device, err);
 }
 
-static int open_runner(struct dn_pool *p, struct dn_err *err)
+static int open_runner(struct dn_pool *p, const struct dn_step_limits *limits, struct dn_err *err)
 {
     struct dn_pool_conf *c = &p->conf;
     struct dn_runner_conf rc = {
-        .limits = {.tokens = c->step_tokens, .seqs = c->max_sequences, .rows = c->max_sequences + c->echo_rows},
+        .limits = *limits,
         .context_tokens = c->context_tokens,
         .page_tokens = c->page_tokens,
         .arena_bytes = c->kv_bytes,
@@ -69,7 +76,6 @@ static int open_runner(struct dn_pool *p, struct dn_err *err)
     };
     /* Large slabs round less away between formats; small ones let memory change its format sooner. */
     rc.slab_bytes = c->kv_bytes / 32 < slab_bytes_max ? c->kv_bytes / 32 : slab_bytes_max;
-    rc.limits.pages = c->max_sequences * ((c->context_tokens + c->page_tokens - 1) / c->page_tokens);
     int rc_open = dn_runner_open(p->device, p->weights, &rc, &p->runner, err);
     if (rc_open != 0)
         return rc_open;
@@ -92,7 +98,10 @@ int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, 
     p->conf.backend = dn_strdup(conf->backend ? conf->backend : "cpu");
     p->model = model;
     choose_sizes(p);
-    int rc = open_device(p, err);
+    struct dn_step_limits limits = {0};
+    int rc = choose_limits(&p->conf, &limits, err);
+    if (rc == 0)
+        rc = open_device(p, &limits, err);
     if (rc == 0) {
         struct dn_weights_conf wc = {.format = p->conf.weights,
                                      .n_threads = p->conf.n_threads,
@@ -101,7 +110,7 @@ int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, 
         rc = dn_weights_open(p->device, model, &wc, &p->weights, err);
     }
     if (rc == 0)
-        rc = open_runner(p, err);
+        rc = open_runner(p, &limits, err);
     if (rc != 0) {
         dn_pool_close(p);
         return rc;
@@ -127,6 +136,11 @@ void dn_pool_close(struct dn_pool *p)
     free((char *)p->conf.name);
     free((char *)p->conf.backend);
     free(p);
+}
+
+struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format f, const void *salt, size_t n_salt)
+{
+    return dn_prefix_root(p->prefix, p->model->path, dn_weights_format_name(p->weights->format), f, salt, n_salt);
 }
 
 int dn_pool_step(struct dn_pool *p, struct dn_err *err)

@@ -47,6 +47,9 @@ int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, 
                  struct dn_err *err);
 void dn_pool_close(struct dn_pool *p);
 
+/* Where the prefix chain of a request on this pool starts: its model, weights, KV format and salt. Any thread. */
+struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format f, const void *salt, size_t n_salt);
+
 /* Brings the device's tag table up to date and runs the step that the arrays describe. */
 int dn_pool_step(struct dn_pool *p, struct dn_err *err);
 

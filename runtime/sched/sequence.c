@@ -38,8 +38,7 @@ struct dn_seq *dn_seq_open(struct dn_request *req, const struct dn_pool *pool, u
     s->cap_pages = (cap + page_tokens - 1) / page_tokens;
     s->page = dn_alloc0(s->cap_pages, sizeof *s->page);
     s->counts = req->sample.repetition != 1.0f || req->sample.frequency != 0.0f || req->sample.presence != 0.0f;
-    s->root = dn_prefix_root(pool->prefix, pool->model->path, dn_weights_format_name(pool->weights->format), req->kv,
-                             req->salt, req->n_salt);
+    s->root = dn_pool_prefix_root(pool, req->kv, req->salt, req->n_salt);
     s->chain = s->root;
     return s;
 }

@@ -5,16 +5,19 @@
  * both. No CUDA type crosses this header and nothing outside kernels/ knows which backend runs.
  *
  * Memory: "device" pointers belong to the backend's address space and are opaque to the runtime (the CPU's happen to be
- * readable: only tests use that). All of it is taken when the node starts. Strides are dense, row-major. Activations
+ * readable: only tests use that). All of it is taken when the node starts: what operations need for themselves is
+ * measured and taken by prepare(). Strides are dense, row-major, where none is given. Activations
  * ("act") have the backend's own type (f32 on the CPU, bf16 on CUDA): the runtime only hands buffers of
  * dn_kernels.act_bytes a value from one operation to the next. The residual stream and logits are f32 everywhere.
  *
  * Order: operations of a device run in the order of the calls and may be asynchronous; step_wait() waits. An operation
  * reads everything that changes from step to step through `struct dn_step` (uploaded by step_begin() in one copy), so
- * that a backend can record the calls of a step once and replay them (CUDA graphs).
+ * that a backend can record the calls of a step once and replay them (CUDA graphs): step_begin() says whether the calls
+ * are wanted.
  *
- * Determinism: the result for a row depends on that row's inputs alone, bit for bit: not on the batch around it, the
- * chunking of its prefill, the number of threads, or whether its prefix was cached. Tests hold every backend to it.
+ * Determinism: the result for a row depends on that row's inputs and on the kind of its step (prefill or decode) alone,
+ * bit for bit: not on the batch around it, the chunking of its prefill, the number of threads, or whether its prefix
+ * was cached. On the CPU it does not depend on the kind either, except for MLA. Tests hold every backend to it.
  *
  * Threads: a device is used by its pool's thread alone. Errors: 0 or -DN_CODE; parameters are the runtime's own, so a
  * violated precondition is a bug (DN_BUG_ON), not an error.
@@ -52,10 +55,13 @@ int dn_kv_format_parse(const char *name, enum dn_kv_format *out); /* also "fp8" 
 
 /* ---- Weights ---------------------------------------------------------------------------------------------------- */
 
-/* A weight matrix [n_out][n_in] in the backend's own packed layout; y = x * W^T. */
+/* A weight matrix [n_out][n_in] in the backend's own packed layout; y = x * W^T. Or n_groups of them one after the
+ * other (the experts of a layer, the heads of a projection): then n_out is that of one, all rows count as n_groups *
+ * n_out for matrix_pack(), and n_out is a multiple of 64 (of 128 in FP8). */
 struct dn_matrix {
     enum dn_weight_format format;
     uint32_t n_out, n_in;
+    uint32_t n_groups;  /* 0 and 1: a single matrix */
     bool symmetric;     /* INT4 only: no offsets stored */
     bool scale_is_bf16; /* INT4, INT8: type of the 16-bit scales and offsets, else f16 */
     void *data;         /* device, dn_kernels.matrix_bytes() long */
@@ -80,14 +86,21 @@ struct dn_rows {
 /* A page holds page_tokens tokens of all layers of one sequence. Page ids are dense over slabs:
  *   address = arena + (id / slab_pages) * slab_bytes + (id % slab_pages) * format[f].page_bytes
  * A slab is of one format at a time; slab_pages is the number of pages of the smallest format, so larger formats leave
- * ids unused. Within a page: [layer], within a layer K then V, each [kv_head][token][dim], then (FP8) the f32 scales
- * [kv_head][token] of K, then those of V. */
+ * ids unused. Within a page: [layer]. Within a layer the bytes are the backend's own affair, of the sizes given here:
+ *   GQA: K then V, each n_kv_heads * page_tokens * head_dim values, then (FP8) the f32 scales of K, then those of V,
+ * one a token and head. The CPU: each [kv_head][token][dim], scales [kv_head][token]. MLA (DeepSeek-V2, arXiv
+ * 2405.04434): the latent vectors, page_tokens * latent_dim values, then the rotated rope keys, page_tokens * rope_dim
+ * values, always bf16, then (FP8) the f32 scales of the latents, one a token. BF16: both in bf16. The CPU: [token][dim]
+ * each. A backend may keep a BF16 token's latent and rope key together. */
 struct dn_kv_layout {
     uint32_t n_layers, n_kv_heads, head_dim, page_tokens;
+    uint32_t latent_dim, rope_dim; /* MLA, else 0; then n_kv_heads is 1 and head_dim the sum of both */
     uint32_t slab_pages;
     uint64_t slab_bytes;
     struct {
-        uint32_t page_bytes, layer_bytes, v_offset, k_scale_offset, v_scale_offset; /* offsets within a layer */
+        uint32_t page_bytes, layer_bytes;
+        uint32_t v_offset, k_scale_offset,
+            v_scale_offset; /* within a layer; MLA: rope keys, scales of latents, unused */
         uint32_t pages_per_slab;
     } format[DN_KV_FORMATS];
 };
@@ -96,6 +109,8 @@ enum { DN_PAGE_TOKENS_STEP = 16 }; /* page_tokens is a multiple: kernels read 16
  * size is 0, page_tokens is no multiple of the step, or a page would have 4 GiB or more. */
 int dn_kv_layout_init(struct dn_kv_layout *l, uint32_t n_layers, uint32_t n_kv_heads, uint32_t head_dim,
                       uint32_t page_tokens, uint64_t slab_target_bytes);
+int dn_kv_layout_init_mla(struct dn_kv_layout *l, uint32_t n_layers, uint32_t latent_dim, uint32_t rope_dim,
+                          uint32_t page_tokens, uint64_t slab_target_bytes);
 /* From the arena's start. An id that the format leaves unused is a bug. */
 uint64_t dn_kv_page_offset(const struct dn_kv_layout *l, enum dn_kv_format f, uint32_t page);
 
@@ -132,15 +147,24 @@ struct dn_sampled {
 /* Capacities of a step, fixed when the device is opened. */
 struct dn_step_limits {
     uint32_t tokens, seqs, rows, pages; /* pages: of all sequences of a step together */
+    uint32_t tags;                      /* changed tags that travel with a step */
+};
+
+enum dn_step_kind {
+    DN_STEP_PREFILL, /* chunks of prompts, or anything at all if the backend does not split steps */
+    DN_STEP_DECODE,  /* one generated token of each sequence: n_tokens == n_seqs, token i is of sequence i */
 };
 
 /* Everything that changes from step to step. Host arrays, owned by the device (step_arrays()), filled by the
  * scheduler's batch builder, uploaded by step_begin(). Sequences occupy consecutive tokens. */
 struct dn_step {
+    enum dn_step_kind kind;
     uint32_t n_tokens, n_seqs, n_rows;
-    int32_t *token_id;    /* [n_tokens] */
-    int32_t *position;    /* [n_tokens] */
-    int32_t *token_seq;   /* [n_tokens] index of the sequence */
+    uint32_t tag_first, n_tags; /* check_tags() first sets table[tag_first + i] = tag_new[i], i < n_tags */
+    uint64_t *tag_new;          /* [limits.tags] */
+    int32_t *token_id;          /* [n_tokens] */
+    int32_t *position;          /* [n_tokens] */
+    int32_t *token_seq;         /* [n_tokens] index of the sequence */
     uint8_t *token_count; /* [n_tokens] 1: count this id as output in the sequence's slot before sampling (penalties) */
     int32_t *token_start; /* [n_seqs + 1] */
     int32_t *kv_len;      /* [n_seqs] tokens in the cache after this step's writes */
@@ -221,10 +245,113 @@ struct dn_silu_mul {
     void *out; /* act [n_tokens][dim] */
 };
 
-/* Compares each sequence's (page, tag) pairs with the tag table and writes bad[]; every page that the step reads or
- * writes is covered. Sequences with check == 0 get bad = 0. A page id outside the table is a mismatch. */
+/* out = rms-norm of rows of activations, without a residual: the compressed queries of MLA. */
+struct dn_norm_act {
+    const void *a;     /* act, rows of a_stride values */
+    uint32_t a_stride; /* >= dim */
+    const float *weight;
+    float eps;
+    uint32_t dim;
+    void *out; /* act [n_tokens][dim] */
+};
+
+/* ---- Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 2.1) ----
+ * The cache holds a token's latent c and one rope key for all heads. Prefill expands c to each head's keys and values
+ * (un-absorbed); decode takes the key projection to the query's side instead, q~ = q_nope * W_k, attends in the latent
+ * space and projects the result with W_v (absorbed): MQA with one KV head of latent_dim + rope_dim values, whose values
+ * are the first latent_dim of its keys. */
+
+/* out[t][g] = a[t][g] * W[g]^T for every group g of w, e.g. a head. Strides are in values. */
+struct dn_group_matmul {
+    const void *a; /* act */
+    uint32_t a_stride, a_group_stride;
+    const struct dn_matrix *w;
+    void *out; /* act */
+    uint32_t out_stride, out_group_stride;
+};
+
+/* Norms the latent, rotates the rope key and the rope part of each query head, and writes latent and key to the pages
+ * (skipped for sequences with bad != 0), encoded in the sequence's format. FP8: one scale a token for the latent, as
+ * for DN_KV_FP8; the rope key stays bf16. */
+struct dn_mla_write {
+    const void *kv; /* act, rows of kv_stride values: latent | rope key, as projected */
+    uint32_t kv_stride;
+    const void *q; /* act [n_tokens][n_heads][nope_dim + rope_dim] */
+    void *q_rope;  /* act: the rotated part of head h of token t goes to q_rope + t * q_rope_stride + h * _head_stride;
+                    * may be where it came from */
+    uint32_t q_rope_stride, q_rope_head_stride;
+    uint32_t n_heads, nope_dim, rope_dim, latent_dim;
+    const float *kv_norm; /* [latent_dim] */
+    float norm_eps;
+    const float *rope; /* device f32 [max_positions][rope_dim / 2][2] cos, sin */
+    bool interleaved;  /* as in dn_qkv_write */
+    const struct dn_kv_layout *layout;
+    void *arena;
+    uint32_t layer;
+};
+
+/* Absorbed: out[t][h] = softmax(scale * q[t][h] . [c | k_rope][0..position[t]]) c. Otherwise as dn_attention. */
+struct dn_mla_attention {
+    const void *q; /* act [n_tokens][n_heads][latent_dim + rope_dim] */
+    uint32_t n_heads, latent_dim, rope_dim;
+    float scale;
+    const struct dn_kv_layout *layout;
+    const void *arena;
+    uint32_t layer;
+    void *out; /* act [n_tokens][n_heads][latent_dim] */
+};
+
+/* Un-absorbed: K[h] = [c * w_k[h]^T | k_rope], V[h] = c * w_v[h]^T of the sequence's whole cache, then
+ * out[t][h] = softmax(scale * q[t][h] . K[h][0..position[t]]) V[h]. Otherwise as dn_attention. */
+struct dn_mla_prefill {
+    const void *q;               /* act [n_tokens][n_heads][nope_dim + rope_dim], rotated */
+    const struct dn_matrix *w_k; /* n_heads groups of [nope_dim][latent_dim] */
+    const struct dn_matrix *w_v; /* n_heads groups of [v_dim][latent_dim] */
+    uint32_t n_heads, nope_dim, rope_dim, v_dim, latent_dim;
+    float scale;
+    const struct dn_kv_layout *layout;
+    const void *arena;
+    uint32_t layer;
+    void *out; /* act [n_tokens][n_heads][v_dim] */
+};
+
+/* ---- Mixture of experts (DeepSeek-V3, arXiv 2412.19437 2.1.2) ---- */
+
+enum { DN_MAX_EXPERTS = 1024, DN_MAX_TOP_EXPERTS = 16 };
+
+/* s = sigmoid(logits), choice = s + bias. Of n_groups equal groups the top_groups with the largest sum of their two
+ * best choices stay; of their experts the top_k best choices are taken (lowest id on ties). weight = s of those, /
+ * (their sum
+ * + 1e-20) if normalise, * scale. All in f32. Order of a token's experts: best choice first. NaN logits: any experts,
+ * NaN weights. */
+struct dn_route {
+    const float *logits; /* device f32 [n_tokens][n_experts] */
+    const float *bias;   /* device f32 [n_experts] or NULL */
+    uint32_t n_experts, top_k, n_groups, top_groups;
+    bool normalise;
+    float scale;
+    int32_t *expert; /* device [n_tokens][top_k] */
+    float *weight;   /* device [n_tokens][top_k] */
+};
+
+/* out[t] = add[t] + sum over k of weight[t][k] * down[e](silu(gate[e] a[t]) * up[e] a[t]), e = expert[t][k]; the sum in
+ * f32 and in the order of k, whatever else is in the batch. */
+struct dn_experts {
+    const void *a;         /* act [n_tokens][gate_up->n_in] */
+    const int32_t *expert; /* as dn_route left them */
+    const float *weight;
+    uint32_t top_k;
+    const struct dn_matrix *gate_up; /* n_experts groups of rows gate | up, [2 * ff][dim] */
+    const struct dn_matrix *down;    /* n_experts groups of [dim][ff] */
+    const void *add;                 /* act [n_tokens][dim] (shared experts) or NULL; may be out */
+    void *out;                       /* act [n_tokens][dim] */
+};
+
+/* Applies the step's tag changes, then compares each sequence's (page, tag) pairs with the tag table and writes bad[];
+ * every page that the step reads or writes is covered. Sequences with check == 0 get bad = 0. A page id outside the
+ * table is a mismatch. First operation of a step, if it is one at all; a step without it has bad = 0 everywhere. */
 struct dn_check_tags {
-    const uint64_t *table; /* device [n_pages] current tags */
+    uint64_t *table; /* device [n_pages] current tags */
     uint32_t n_pages;
 };
 
@@ -250,11 +377,15 @@ struct dn_device {
 };
 
 struct dn_kernels {
-    const char *name; /* "cpu", "cuda" */
-    size_t act_bytes; /* bytes of one activation value */
+    const char *name;     /* "cpu", "cuda" */
+    size_t act_bytes;     /* bytes of one activation value */
+    uint32_t page_tokens; /* the only page size it knows; 0 = any (kernels.h's multiples) */
+    bool splits_steps;    /* wants decode and prefill in steps of their own (dn_step.kind) */
 
     void (*close)(struct dn_device *d);
     void (*describe)(const struct dn_device *d, char *text, size_t n); /* "Xeon ... avx512-vnni, 2 threads" */
+
+    void (*memory)(struct dn_device *d, uint64_t *free_bytes, uint64_t *total_bytes); /* of a GPU; 0, 0: the host's */
 
     /* Memory. alloc gives 256-byte aligned, zeroed memory or NULL. upload/download are synchronous. */
     void *(*alloc)(struct dn_device *d, size_t bytes);
@@ -270,15 +401,29 @@ struct dn_kernels {
     /* Penalties: clears a slot's counts and marks the prompt's ids. Not part of a recorded step. */
     void (*slot_fill)(struct dn_device *d, int32_t slot, const int32_t *prompt_id, size_t n);
 
-    /* A step: fill step_arrays(), step_begin(), operations, step_end(), step_wait(). */
+    /* Makes ready for steps of the list of operations named `list` (1..7; lists of one runner differ, say, by the tag
+     * check): as long as it returns 1, the caller calls all operations of that list, then step_end(); 0 = done. Nothing
+     * is computed: the backend measures and takes memory, compiles, records. kind and counts in step_arrays() are the
+     * backend's while this goes on. Errors: DN_NO_MEMORY. */
+    int (*prepare)(struct dn_device *d, uint32_t list, struct dn_err *err);
+
+    /* A step: fill step_arrays(), step_begin(list), the operations if that returned true (else they are replayed as
+     * recorded in prepare()), step_end(), step_wait(). */
     struct dn_step *(*step_arrays)(struct dn_device *d);
-    void (*step_begin)(struct dn_device *d);
+    bool (*step_begin)(struct dn_device *d, uint32_t list);
     void (*embed)(struct dn_device *d, const struct dn_embed *p);
     void (*rmsnorm)(struct dn_device *d, const struct dn_rmsnorm *p);
     void (*matmul)(struct dn_device *d, const struct dn_matmul *p);
     void (*qkv_write)(struct dn_device *d, const struct dn_qkv_write *p);
     void (*attention)(struct dn_device *d, const struct dn_attention *p);
     void (*silu_mul)(struct dn_device *d, const struct dn_silu_mul *p);
+    void (*norm_act)(struct dn_device *d, const struct dn_norm_act *p);
+    void (*group_matmul)(struct dn_device *d, const struct dn_group_matmul *p);
+    void (*mla_write)(struct dn_device *d, const struct dn_mla_write *p);
+    void (*mla_attention)(struct dn_device *d, const struct dn_mla_attention *p);
+    void (*mla_prefill)(struct dn_device *d, const struct dn_mla_prefill *p);
+    void (*route)(struct dn_device *d, const struct dn_route *p);
+    void (*experts)(struct dn_device *d, const struct dn_experts *p);
     void (*check_tags)(struct dn_device *d, const struct dn_check_tags *p);
     void (*sample_rows)(struct dn_device *d, const struct dn_sample_rows *p);
     void (*step_end)(struct dn_device *d);
@@ -290,7 +435,7 @@ int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **ou
 /* Backends in shared libraries. The library exports this struct under the name "dn_backend"; the number must be the
  * program's own, since every struct above is shared by layout. A loaded library stays loaded: device code may have
  * threads of its own. */
-enum { DN_KERNELS_ABI = 1 };
+enum { DN_KERNELS_ABI = 2 };
 struct dn_backend {
     uint32_t abi;     /* DN_KERNELS_ABI */
     const char *name; /* "cuda" */

@@ -178,11 +178,23 @@ static void check_row(const struct dn_cpu_device *d, uint32_t row)
     DN_BUG_ON(s->slot >= 0 && (uint32_t)s->slot >= d->n_slots);
 }
 
-static void step_begin(struct dn_device *device)
+/* Nothing to make ready: operations compute on what they are given, and scratch grows with the first step. */
+static int prepare(struct dn_device *device, uint32_t list, struct dn_err *err)
+{
+    return 0;
+}
+
+static void memory(struct dn_device *device, uint64_t *free_bytes, uint64_t *total_bytes)
+{
+    *free_bytes = *total_bytes = 0;
+}
+
+static bool step_begin(struct dn_device *device, uint32_t list)
 {
     struct dn_cpu_device *d = dn_cpu(device);
     const struct dn_step *s = &d->step;
-    DN_BUG_ON(s->n_tokens > d->limits.tokens || s->n_seqs > d->limits.seqs || s->n_rows > d->limits.rows);
+    DN_BUG_ON(s->n_tokens > d->limits.tokens || s->n_seqs > d->limits.seqs || s->n_rows > d->limits.rows ||
+              s->n_tags > d->limits.tags);
     DN_BUG_ON(s->n_seqs && (s->token_start[0] != 0 || s->page_start[0] != 0));
     DN_BUG_ON(s->n_seqs ? (uint32_t)s->token_start[s->n_seqs] != s->n_tokens : s->n_tokens != 0);
     for (uint32_t q = 0; q < s->n_seqs; q++)
@@ -199,6 +211,7 @@ static void step_begin(struct dn_device *device)
         if ((*count & DN_COUNT_MAX) < DN_COUNT_MAX)
             ++*count;
     }
+    return true;
 }
 
 static void step_end(struct dn_device *device) {}
@@ -214,14 +227,15 @@ static void step_release(struct dn_step *s)
 {
     void *array[] = {s->token_id,  s->position,  s->token_seq, s->token_count, s->token_start, s->kv_len,
                      s->slot,      s->kv_format, s->check,     s->page_start,  s->page,        s->tag,
-                     s->row_token, s->sample,    s->bad,       s->result};
+                     s->row_token, s->sample,    s->bad,       s->result,      s->tag_new};
     for (size_t i = 0; i < sizeof array / sizeof *array; i++)
         free(array[i]);
 }
 
 static void step_init(struct dn_step *s, const struct dn_step_limits *l)
 {
-    *s = (struct dn_step){.token_id = dn_alloc0(l->tokens, sizeof *s->token_id),
+    *s = (struct dn_step){.tag_new = dn_alloc0((size_t)l->tags + 1, sizeof *s->tag_new),
+                          .token_id = dn_alloc0(l->tokens, sizeof *s->token_id),
                           .position = dn_alloc0(l->tokens, sizeof *s->position),
                           .token_seq = dn_alloc0(l->tokens, sizeof *s->token_seq),
                           .token_count = dn_alloc0(l->tokens, sizeof *s->token_count),
@@ -274,6 +288,7 @@ static const struct dn_kernels table = {.name = "cpu",
                                         .act_bytes = sizeof(float),
                                         .close = device_close,
                                         .describe = describe,
+                                        .memory = memory,
                                         .alloc = device_alloc,
                                         .free = device_free,
                                         .upload = device_copy,
@@ -281,6 +296,7 @@ static const struct dn_kernels table = {.name = "cpu",
                                         .matrix_bytes = matrix_bytes,
                                         .matrix_pack = matrix_pack,
                                         .slot_fill = slot_fill,
+                                        .prepare = prepare,
                                         .step_arrays = step_arrays,
                                         .step_begin = step_begin,
                                         .embed = dn_cpu_embed,

@@ -147,6 +147,27 @@ static int take_buffers(struct dn_runner *r, struct dn_err *err)
     return 0;
 }
 
+/* The operations of a step. The integrity setting alone makes lists differ: without a check there is no operation. */
+enum { LIST_PLAIN = 1, LIST_CHECKED };
+
+static void call_list(struct dn_runner *r, uint32_t list)
+{
+    const struct dn_kernels *ops = r->device->ops;
+    if (list == LIST_CHECKED)
+        ops->check_tags(r->device, &(struct dn_check_tags){.table = r->tags, .n_pages = r->n_pages});
+    r->forward(r);
+    ops->step_end(r->device);
+}
+
+static int prepare(struct dn_runner *r, struct dn_err *err)
+{
+    int code = 0;
+    for (uint32_t list = LIST_PLAIN; list <= LIST_CHECKED && code == 0; list++)
+        while ((code = r->device->ops->prepare(r->device, list, err)) > 0)
+            call_list(r, list);
+    return code;
+}
+
 static int open_parts(struct dn_runner *r, struct dn_err *err)
 {
     const struct dn_model *m = r->weights->model;
@@ -164,6 +185,8 @@ static int open_parts(struct dn_runner *r, struct dn_err *err)
         code = fill_rope(r, err);
     if (code == 0)
         code = take_arena(r, err);
+    if (code == 0)
+        code = prepare(r, err);
     return code;
 }
 
@@ -213,22 +236,25 @@ struct dn_step *dn_runner_arrays(struct dn_runner *r)
     return r->device->ops->step_arrays(r->device);
 }
 
+bool dn_runner_checks(const struct dn_step *s)
+{
+    for (uint32_t i = 0; i < s->n_seqs; i++)
+        if (s->check[i])
+            return true;
+    return false;
+}
+
 void dn_runner_start(struct dn_runner *r)
 {
     const struct dn_kernels *ops = r->device->ops;
-    struct dn_step *s = ops->step_arrays(r->device);
+    const struct dn_step *s = ops->step_arrays(r->device);
     DN_BUG_ON(s->n_tokens == 0 || s->n_tokens > r->conf.limits.tokens || s->n_seqs > r->conf.limits.seqs ||
               s->n_rows > r->conf.limits.rows);
-    bool check = false;
-    for (uint32_t i = 0; i < s->n_seqs; i++) {
-        s->bad[i] = 0;
-        check = check || s->check[i] != 0;
-    }
-    ops->step_begin(r->device);
-    if (check)
-        ops->check_tags(r->device, &(struct dn_check_tags){.table = r->tags, .n_pages = r->n_pages});
-    r->forward(r);
-    ops->step_end(r->device);
+    uint32_t list = dn_runner_checks(s) ? LIST_CHECKED : LIST_PLAIN;
+    if (ops->step_begin(r->device, list))
+        call_list(r, list);
+    else
+        ops->step_end(r->device);
 }
 
 int dn_runner_wait(struct dn_runner *r, struct dn_err *err)

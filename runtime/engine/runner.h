@@ -2,9 +2,10 @@
  * kernels.h that make one step.
  *
  * For: the scheduler fills the step's arrays (dn_runner_arrays()), calls dn_runner_step(), reads step->result and
- * step->bad. The cache keeps pages and tags on the host and writes changed tags through dn_runner_set_tags() before the
- * step. Ownership: dn_runner_open() takes all memory that a step will ever need; nothing is allocated later. Device and
- * weights are borrowed and must outlive it. Everything here belongs to the device's thread.
+ * step->bad. The cache keeps pages and tags on the host; changed tags travel with the next step that checks some, or,
+ * if they are too many for that, through dn_runner_set_tags() before it. Ownership: dn_runner_open() takes all memory
+ * that a step will ever need; nothing is allocated later. Device and weights are borrowed and must outlive it.
+ * Everything here belongs to the device's thread.
  *
  * Knows no backend: the forward pass is a list of operations of dn_kernels.
  */
@@ -51,9 +52,12 @@ int dn_runner_open(struct dn_device *device, const struct dn_weights *weights, c
                    struct dn_runner **out, struct dn_err *err);
 void dn_runner_close(struct dn_runner *r);
 
-/* The arrays to fill before a step; results in them are valid after it. Fill n_tokens, n_seqs, n_rows and everything up
- * to sample[]. A step of n_rows == 0 computes no logits (prefill chunks that are not the last). */
+/* The arrays to fill before a step; results in them are valid after it. Fill kind, the counts and everything up to
+ * sample[]. A step of n_rows == 0 computes no logits (prefill chunks that are not the last). */
 struct dn_step *dn_runner_arrays(struct dn_runner *r);
+
+/* Whether the step checks tags at all: if not, changed tags wait for one that does. */
+bool dn_runner_checks(const struct dn_step *s);
 
 /* One step: starts it, and waits for it. dn_runner_step() is both. The tag check is an operation of the step only if a
  * sequence has check set. Errors: the device is lost (DN_INTERNAL). */

@@ -5,7 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DEFAULT_SEQUENCES = 32, DEFAULT_STEP_TOKENS = 512, DEFAULT_ECHO_ROWS = 64, DEFAULT_PAGE_TOKENS = 16 };
+enum {
+    DEFAULT_SEQUENCES = 32,
+    DEFAULT_STEP_TOKENS = 512,
+    DEFAULT_ECHO_ROWS = 64,
+    DEFAULT_PAGE_TOKENS = 16,
+    STEP_TAGS = 512
+};
 static const uint64_t default_kv_bytes_max = 1ull << 30, slab_bytes_max = 16 << 20;
 
 static uint32_t or_default(uint32_t value, uint32_t fallback)
@@ -45,7 +51,8 @@ static int choose_limits(const struct dn_pool_conf *c, struct dn_step_limits *ou
     *out = (struct dn_step_limits){.tokens = c->step_tokens,
                                    .seqs = c->max_sequences,
                                    .rows = c->max_sequences + c->echo_rows,
-                                   .pages = (uint32_t)pages};
+                                   .pages = (uint32_t)pages,
+                                   .tags = STEP_TAGS};
     return 0;
 }
 
@@ -145,9 +152,18 @@ struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format
 
 int dn_pool_step(struct dn_pool *p, struct dn_err *err)
 {
-    uint32_t first, n;
-    dn_pages_take_dirty(p->pages, &first, &n);
-    if (n > 0)
-        dn_runner_set_tags(p->runner, first, n, dn_pages_tags(p->pages) + first);
+    struct dn_step *s = dn_runner_arrays(p->runner);
+    s->n_tags = 0;
+    if (dn_runner_checks(s)) {
+        uint32_t n;
+        dn_pages_take_dirty(p->pages, &s->tag_first, &n);
+        const uint64_t *tag = dn_pages_tags(p->pages) + s->tag_first;
+        if (n > STEP_TAGS) { /* seldom: much was freed at once */
+            dn_runner_set_tags(p->runner, s->tag_first, n, tag);
+        } else {
+            memcpy(s->tag_new, tag, n * sizeof *tag);
+            s->n_tags = n;
+        }
+    }
     return dn_runner_step(p->runner, err);
 }

@@ -5,7 +5,8 @@
 void dn_batch_begin(struct dn_batch *b)
 {
     b->step = dn_runner_arrays(b->pool->runner);
-    b->step->n_tokens = b->step->n_seqs = b->step->n_rows = 0;
+    b->step->n_tokens = b->step->n_seqs = b->step->n_rows = b->step->n_tags = 0;
+    b->step->kind = DN_STEP_PREFILL;
     b->step->token_start[0] = 0;
     b->step->page_start[0] = 0;
     b->n_seqs = 0;

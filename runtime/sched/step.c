@@ -68,24 +68,42 @@ static uint32_t chunk_of(const struct dn_sched *s, const struct dn_seq *q, uint3
     return n;
 }
 
-static void build(struct dn_sched *s)
+/* Its next token is one that the model generated, and all before it is in the cache. */
+static bool is_decoding(const struct dn_seq *q)
+{
+    return q->n_tokens - q->n_computed == 1 && q->n_computed >= q->req->n_prompt;
+}
+
+static bool any_decoding(const struct dn_sched *s, uint32_t n_runnable)
+{
+    for (uint32_t i = 0; i < n_runnable; i++)
+        if (s->order[i]->slot >= 0 && is_decoding(s->order[i]))
+            return true;
+    return false;
+}
+
+/* `kind` NULL: everything in one step. Else only what is of that kind, for backends with a path of its own for each. */
+static void build(struct dn_sched *s, const enum dn_step_kind *kind)
 {
     uint32_t promised[DN_KV_FORMATS];
     dn_sched_promised(s, promised);
     dn_pages_promise(s->pool->pages, promised);
     dn_batch_begin(&s->batch);
+    s->batch.step->kind = kind ? *kind : DN_STEP_PREFILL;
     uint32_t n = sort_runnable(s);
     for (uint32_t i = 0; i < n; i++) { /* decoding sequences: one token each, all of them */
         struct dn_seq *q = s->order[i];
+        if (kind && !(*kind == DN_STEP_DECODE && is_decoding(q)))
+            continue;
         if (q->slot >= 0 && q->n_tokens - q->n_computed == 1 && have_pages(s, q, q->n_tokens))
             dn_batch_add(&s->batch, q, 1);
     }
     uint32_t budget = dn_batch_tokens_left(&s->batch);
-    if (s->batch.n_seqs > 0 && budget > s->conf.decode_chunk_tokens)
+    if ((s->batch.n_seqs > 0 || any_decoding(s, n)) && budget > s->conf.decode_chunk_tokens)
         budget = s->conf.decode_chunk_tokens;
     for (uint32_t i = 0; i < n && budget > 0; i++) { /* then prefill, in chunks */
         struct dn_seq *q = s->order[i];
-        if (q->slot < 0 || q->step_idx >= 0)
+        if (q->slot < 0 || q->step_idx >= 0 || (kind && (*kind == DN_STEP_DECODE || is_decoding(q))))
             continue;
         uint32_t chunk = chunk_of(s, q, budget);
         if (chunk > 0 && have_pages(s, q, q->n_computed + chunk)) {
@@ -252,9 +270,9 @@ static void device_lost(struct dn_sched *s, const struct dn_err *err)
             dn_sched_fail(s, s->running[slot], DN_NOT_READY);
 }
 
-bool dn_sched_step(struct dn_sched *s)
+static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
 {
-    build(s);
+    build(s, kind);
     if (s->batch.n_seqs == 0)
         return false;
     uint64_t start_ns = dn_now_ns();
@@ -274,4 +292,13 @@ bool dn_sched_step(struct dn_sched *s)
     for (uint32_t i = 0; i < s->batch.n_seqs; i++)
         take_results(s, s->batch.seq[i], i, now_ns);
     return true;
+}
+
+bool dn_sched_step(struct dn_sched *s)
+{
+    static const enum dn_step_kind decode = DN_STEP_DECODE, prefill = DN_STEP_PREFILL;
+    if (!s->pool->device->ops->splits_steps)
+        return run_step(s, NULL);
+    bool did = run_step(s, &decode);
+    return run_step(s, &prefill) || did;
 }

@@ -94,9 +94,11 @@ static void timed_sample_rows(struct dn_device *d, const struct dn_sample_rows *
     TIMED(SAMPLE, real->sample_rows(d, p));
 }
 
-static void timed_step_begin(struct dn_device *d)
+static bool timed_step_begin(struct dn_device *d, uint32_t list)
 {
-    TIMED(BEGIN, real->step_begin(d));
+    bool call = true;
+    TIMED(BEGIN, call = real->step_begin(d, list));
+    return call;
 }
 
 /* n tokens each of `seqs` sequences, all at position `at`; every sequence has pages of its own. */

@@ -86,7 +86,7 @@ static void unpack(struct fixture *f, const struct dn_matrix *m, float *out)
         step_clear(f);
         step_add(f, &q, id, 64, ROWS_NONE);
         cr_assert_eq(s->n_tokens, 64);
-        ops->step_begin(f->device);
+        ops->step_begin(f->device, 1);
         ops->matmul(f->device, &(struct dn_matmul){.a = a, .w = m, .out = y});
         ops->step_end(f->device);
         ops->step_wait(f->device, NULL);

@@ -59,7 +59,7 @@ static void oracle_row(const struct fix *f, const struct seq *q, const struct sh
 static void run_attention(struct fix *f, const struct shape *h, uint32_t layer, const float *q, uint32_t stride,
                           float *out)
 {
-    f->ops->step_begin(f->d);
+    f->ops->step_begin(f->d, 1);
     f->ops->attention(f->d, &(struct dn_attention){.q = q,
                                                    .q_stride = stride,
                                                    .n_heads = h->n_heads,
@@ -247,7 +247,7 @@ Test(attention, of_a_bad_sequence_is_zero_and_leaves_the_others_alone)
     f.s->check[0] = f.s->check[1] = 1;
     f.s->page[2] = UINT32_MAX;
     memset(out, 0xff, 80 * WIDTH * sizeof *out);
-    f.ops->step_begin(f.d);
+    f.ops->step_begin(f.d, 1);
     f.ops->check_tags(f.d, &(struct dn_check_tags){table, 512});
     f.ops->attention(f.d, &(struct dn_attention){query, WIDTH, 6, 2, 64, 1.0f / 8.0f, &f.layout, f.arena, 0, out});
     cr_assert_eq(f.s->bad[0], 2);

@@ -40,7 +40,7 @@ Test(norm, is_within_rounding_of_float64)
                     f.s->row_token[r] = (int32_t)(r < 4 ? rng_below(N) : N - 1);
                     f.s->sample[r] = (struct dn_sample){.slot = -1, .n_top = -1};
                 }
-                f.ops->step_begin(f.d);
+                f.ops->step_begin(f.d, 1);
                 f.ops->rmsnorm(f.d, &(struct dn_rmsnorm){x, mode & 1 ? add : NULL, w, 1e-5f, dim, mode & 2, out});
                 for (uint32_t j = 0; j < N * dim; j++) {
                     float want = mode & 1 ? before[j] + add[j] : before[j];
@@ -78,10 +78,10 @@ Test(norm, of_a_row_is_the_same_bits_in_any_batch)
             fill_normal(x, N * DIM, 1.0f);
             fill_normal(w, DIM, 1.0f);
             one_token_seqs(f + k, N);
-            f[k].ops->step_begin(f[k].d);
+            f[k].ops->step_begin(f[k].d, 1);
             f[k].ops->rmsnorm(f[k].d, &(struct dn_rmsnorm){x, NULL, w, 1e-5f, DIM, false, out[k]});
             one_token_seqs(f + k, 1);
-            f[k].ops->step_begin(f[k].d);
+            f[k].ops->step_begin(f[k].d, 1);
             f[k].ops->rmsnorm(f[k].d, &(struct dn_rmsnorm){x + 41 * DIM, NULL, w, 1e-5f, DIM, false, out[k] + N * DIM});
             cr_assert(memcmp(out[k] + 41 * DIM, out[k] + N * DIM, DIM * sizeof(float)) == 0);
         }
@@ -111,7 +111,7 @@ Test(norm, silu_mul_is_within_rounding_of_float64)
                 x[4] = 88.5f;
             }
             one_token_seqs(&f, N);
-            f.ops->step_begin(f.d);
+            f.ops->step_begin(f.d, 1);
             f.ops->silu_mul(f.d, &(struct dn_silu_mul){x, dim, out});
             for (uint32_t t = 0; t < N; t++) {
                 for (uint32_t j = 0; j < dim; j++) {

@@ -72,7 +72,7 @@ static void check_shape(const char *isa, unsigned n_threads, const struct shape 
     fill_normal(q_norm, dim, 1.0f);
     fill_normal(k_norm, dim, 1.0f);
     memcpy(before, x, n * width * sizeof *x);
-    f.ops->step_begin(f.d);
+    f.ops->step_begin(f.d, 1);
     f.ops->qkv_write(f.d, &(struct dn_qkv_write){x, h->n_heads, h->n_kv_heads, dim, h->norm ? q_norm : NULL,
                                                  h->norm ? k_norm : NULL, 1e-6f, rope, h->rotary_dim, h->interleaved,
                                                  &f.layout, f.arena, 1});
@@ -151,7 +151,7 @@ Test(qkv_write, of_a_bad_sequence_leaves_its_pages_alone)
     f.s->page[0] = UINT32_MAX; /* would crash if it was used */
     float *x = fix_floats(&f, 60 * 192);
     fill_normal(x, 60 * 192, 1.0f);
-    f.ops->step_begin(f.d);
+    f.ops->step_begin(f.d, 1);
     f.ops->check_tags(f.d, &(struct dn_check_tags){table, 512});
     f.ops->qkv_write(
         f.d, &(struct dn_qkv_write){

@@ -28,7 +28,7 @@ static void rows_begin(struct fix *f, uint32_t n)
 
 static void rows_run(struct fix *f, const float *logits, uint32_t n_vocab, uint32_t n_valid)
 {
-    f->ops->step_begin(f->d);
+    f->ops->step_begin(f->d, 1);
     f->ops->sample_rows(f->d, &(struct dn_sample_rows){logits, n_vocab, n_valid});
     f->ops->step_end(f->d);
     cr_assert_eq(f->ops->step_wait(f->d, NULL), 0);
@@ -566,7 +566,7 @@ Test(sample, rows_of_a_bad_sequence_give_no_id)
         f.s->sample[i] = plain();
     }
     f.s->n_rows = 2;
-    f.ops->step_begin(f.d);
+    f.ops->step_begin(f.d, 1);
     f.ops->check_tags(f.d, &(struct dn_check_tags){table, 4});
     f.ops->sample_rows(f.d, &(struct dn_sample_rows){x, 4, 4});
     cr_assert(f.s->result[0].id >= 0);

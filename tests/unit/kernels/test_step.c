@@ -71,7 +71,7 @@ Test(step, embedding_gives_the_rows_of_the_table)
         step_add(&f, &q, 0, 70);
         for (int t = 0; t < 70; t++)
             f.s->token_id[t] = t == 69 ? N - 1 : (int32_t)rng_below(N);
-        f.ops->step_begin(f.d);
+        f.ops->step_begin(f.d, 1);
         f.ops->embed(f.d, &(struct dn_embed){&m, out});
         for (int t = 0; t < 70; t++)
             cr_assert(memcmp(out + t * DIM, rows + f.s->token_id[t] * DIM, DIM * sizeof *out) == 0);
@@ -95,7 +95,7 @@ static void bad_setup(void)
     bad.s->n_rows = 1;
     bad.s->row_token[0] = 9;
     bad.s->sample[0] = (struct dn_sample){.slot = -1, .target = -1, .n_top = -1};
-    bad.ops->step_begin(bad.d); /* fine so far */
+    bad.ops->step_begin(bad.d, 1); /* fine so far */
 }
 
 #define ABORTS(name, change)                                                                                           \
@@ -103,7 +103,7 @@ static void bad_setup(void)
     {                                                                                                                  \
         struct dn_step *s = bad.s;                                                                                     \
         change;                                                                                                        \
-        bad.ops->step_begin(bad.d);                                                                                    \
+        bad.ops->step_begin(bad.d, 1);                                                                                    \
     }
 ABORTS(too_many_tokens, s->n_tokens = FIX_TOKENS + 1)
 ABORTS(too_many_sequences, s->n_seqs = FIX_SEQS + 1)
@@ -126,7 +126,7 @@ Test(step, aborts_when_positions_have_no_page, .init = bad_setup, .signal = SIGA
 {
     float q[10 * 16] = {0}, out[10 * 16];
     bad.s->page_start[1] = 2; /* 32 tokens, 40 needed */
-    bad.ops->step_begin(bad.d);
+    bad.ops->step_begin(bad.d, 1);
     bad.ops->attention(bad.d, &(struct dn_attention){q, 16, 1, 1, 16, 1.0f, &bad.layout, bad.arena, 0, out});
 }
 
@@ -134,6 +134,6 @@ Test(step, aborts_when_an_unchecked_page_id_reaches_into_another_slab, .init = b
 {
     float q[10 * 16] = {0}, out[10 * 16];
     bad.s->page[2] = bad.layout.format[DN_KV_BF16].pages_per_slab; /* an id that BF16 slabs leave unused */
-    bad.ops->step_begin(bad.d);
+    bad.ops->step_begin(bad.d, 1);
     bad.ops->attention(bad.d, &(struct dn_attention){q, 16, 1, 1, 16, 1.0f, &bad.layout, bad.arena, 0, out});
 }

@@ -3,9 +3,9 @@
 
 enum { N_PAGES = 300 };
 
-static void check(struct fix *f, const uint64_t *table)
+static void check(struct fix *f, uint64_t *table)
 {
-    f->ops->step_begin(f->d);
+    f->ops->step_begin(f->d, 1);
     f->ops->check_tags(f->d, &(struct dn_check_tags){table, N_PAGES});
     f->ops->step_end(f->d);
     cr_assert_eq(f->ops->step_wait(f->d, NULL), 0);
@@ -94,7 +94,7 @@ Test(tags, an_unchecked_sequence_is_never_bad)
     /* A step without the operation starts with nobody bad, whatever the last one found. */
     f.s->check[2] = 1;
     check(&f, table);
-    f.ops->step_begin(f.d);
+    f.ops->step_begin(f.d, 1);
     cr_assert_eq(f.s->bad[2], 0);
     fix_close(&f);
 }

@@ -1,0 +1,151 @@
+/* The CUDA backend's device: what every operation of it knows. kernels.h says what the operations do.
+ *
+ * For: the .cu files of this folder. device.cu opens the device and has the table, step.cu uploads the step's arrays,
+ * records and replays graphs. An operation is one function dn_cuda_<op>() in the file of its name: it chooses a kernel
+ * and launches it on dn_cuda.stream with dn_launch(). It never allocates, synchronises or reads device memory.
+ *
+ * Sizes: kernels take the numbers of tokens, sequences and rows from device memory (dn_cuda_step.count), since a recorded
+ * launch serves every step of its bucket. Grids are made for dn_cuda.n_tokens etc.: in a decode step the bucket, in
+ * prefill the step's own. Rows beyond the count may be computed on garbage within the buffers, but must not write pages,
+ * token counts, tags or results.
+ *
+ * Activations are bf16. Errors: the first one sticks (dn_cuda_failed()), later launches of the step are harmless, and
+ * step_wait() reports it: the device is lost then.
+ */
+#ifndef DN_KERNELS_CUDA_DEVICE_CUH
+#define DN_KERNELS_CUDA_DEVICE_CUH
+
+#define _Noreturn __attribute__((noreturn)) /* kernels.h is C11 */
+extern "C" {
+#include "kernels/kernels.h"
+}
+#undef _Noreturn
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+/* Device pointers to the arrays of struct dn_step, passed to kernels by value. */
+struct dn_cuda_step {
+    const uint32_t *count; /* [DN_COUNTS] */
+    const int32_t *token_id, *position, *token_seq;
+    const uint8_t *token_count;
+    const int32_t *token_start, *kv_len, *slot;
+    const uint8_t *kv_format, *check;
+    const int32_t *page_start;
+    const uint32_t *page;
+    const uint64_t *tag, *tag_new;
+    const int32_t *row_token;
+    const struct dn_sample *sample;
+    int32_t *bad;
+    struct dn_sampled *result;
+};
+enum { DN_COUNT_TOKENS, DN_COUNT_SEQS, DN_COUNT_ROWS, DN_COUNT_TAG_FIRST, DN_COUNT_TAGS, DN_COUNTS = 8 };
+
+enum { DN_CUDA_COUNTERS = 1 << 16 };
+
+struct dn_cuda {
+    struct dn_device base;
+    struct dn_device_conf conf;
+    int n_sms, arch; /* arch: 90 = sm_90 */
+    size_t shared_bytes; /* most that a block may opt in to */
+    cudaStream_t stream; /* all operations */
+    cudaStream_t side;   /* the tag check's branch of the graph */
+
+    /* The step that operations are being called for. */
+    enum dn_step_kind kind;
+    uint32_t n_tokens, n_seqs, n_rows; /* what grids are made for; >= the counts in device memory */
+    uint32_t max_pages;                /* of one sequence: prefill grids over contexts; a bound, in decode the limit's */
+    struct dn_cuda_step step;
+    bool measuring; /* prepare() wants sizes: dn_cuda_workspace() notes, dn_launch() does nothing */
+
+    uint16_t *token_counts; /* [conf.n_slots][conf.n_vocab], DN_COUNT_PROMPT | output count, as on the CPU */
+    uint32_t *counters;     /* [DN_CUDA_COUNTERS] zero between operations: whoever counts up sets back to 0 */
+    struct dn_cuda_private *own; /* device.cu, step.cu */
+};
+
+static inline struct dn_cuda *dn_cuda(struct dn_device *d)
+{
+    return (struct dn_cuda *)d;
+}
+
+/* Scratch for the operation being called, 1024-byte aligned, contents undefined. The next operation gets the same
+ * memory, so nothing may stay in it. Ask for the most that this step's sizes can need: prepare() measures with the
+ * largest prefill step and the largest decode step. NULL while measuring. */
+void *dn_cuda_workspace(struct dn_cuda *c, size_t bytes);
+
+/* Notes the first error; `what` is the operation's name. */
+void dn_cuda_failed(struct dn_cuda *c, cudaError_t e, const char *what);
+
+/* Launches with programmatic dependent launch: the kernel may start while its predecessor still runs. Every kernel of this
+ * folder therefore calls dn_wait_previous() in all its threads before it reads or writes anything that another kernel
+ * writes (weights and constant tables may be fetched before), and dn_start_next() early. */
+template <typename... Params, typename... Args>
+static inline void dn_launch(struct dn_cuda *c, const char *what, void (*kernel)(Params...), dim3 grid, dim3 block,
+                             size_t shared, Args... args)
+{
+    if (c->measuring)
+        return;
+    cudaLaunchAttribute attr = {};
+    attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t conf = {};
+    conf.gridDim = grid;
+    conf.blockDim = block;
+    conf.dynamicSmemBytes = shared;
+    conf.stream = c->stream;
+    conf.attrs = &attr;
+    conf.numAttrs = c->arch >= 90 ? 1 : 0;
+    if (shared > 48 * 1024) {
+        cudaError_t set = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        if (set != cudaSuccess)
+            dn_cuda_failed(c, set, what);
+    }
+    cudaError_t e = cudaLaunchKernelEx(&conf, kernel, static_cast<Params>(args)...);
+    if (e != cudaSuccess)
+        dn_cuda_failed(c, e, what);
+}
+
+static __device__ __forceinline__ void dn_wait_previous()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+static __device__ __forceinline__ void dn_start_next()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+/* Where page `page` of format f begins; as dn_kv_page_offset(), without its check. */
+static __device__ __forceinline__ uint64_t dn_page_offset(const struct dn_kv_layout &l, int f, uint32_t page)
+{
+    return (uint64_t)(page / l.slab_pages) * l.slab_bytes + (uint64_t)(page % l.slab_pages) * l.format[f].page_bytes;
+}
+
+/* The operations, by file. */
+void dn_cuda_embed(struct dn_device *d, const struct dn_embed *p);               /* rows.cu */
+void dn_cuda_rmsnorm(struct dn_device *d, const struct dn_rmsnorm *p);           /* rows.cu */
+void dn_cuda_norm_act(struct dn_device *d, const struct dn_norm_act *p);         /* rows.cu */
+void dn_cuda_silu_mul(struct dn_device *d, const struct dn_silu_mul *p);         /* rows.cu */
+void dn_cuda_check_tags(struct dn_device *d, const struct dn_check_tags *p);     /* tags.cu */
+void dn_cuda_route(struct dn_device *d, const struct dn_route *p);               /* route.cu */
+void dn_cuda_qkv_write(struct dn_device *d, const struct dn_qkv_write *p);       /* gqa_write.cu */
+void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p);       /* gqa_attention.cu */
+void dn_cuda_mla_write(struct dn_device *d, const struct dn_mla_write *p);       /* mla_write.cu */
+void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p); /* mla_decode.cu */
+void dn_cuda_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p);   /* mla_prefill.cu */
+void dn_cuda_sample_rows(struct dn_device *d, const struct dn_sample_rows *p);   /* sample.cu */
+void dn_cuda_slot_fill(struct dn_device *d, int32_t slot, const int32_t *prompt_id, size_t n); /* sample.cu */
+size_t dn_cuda_matrix_bytes(const struct dn_matrix *m);                          /* pack.cu */
+int dn_cuda_matrix_pack(struct dn_device *d, struct dn_matrix *m, uint32_t row0, uint32_t n,
+                        const struct dn_rows *rows);                             /* pack.cu */
+void dn_cuda_matmul(struct dn_device *d, const struct dn_matmul *p);             /* matmul.cu */
+void dn_cuda_group_matmul(struct dn_device *d, const struct dn_group_matmul *p); /* matmul.cu */
+void dn_cuda_experts(struct dn_device *d, const struct dn_experts *p);           /* experts.cu */
+
+#endif

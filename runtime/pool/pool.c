@@ -155,12 +155,14 @@ int dn_pool_step(struct dn_pool *p, struct dn_err *err)
     struct dn_step *s = dn_runner_arrays(p->runner);
     s->n_tags = 0;
     if (dn_runner_checks(s)) {
-        uint32_t n;
-        dn_pages_take_dirty(p->pages, &s->tag_first, &n);
-        const uint64_t *tag = dn_pages_tags(p->pages) + s->tag_first;
+        uint32_t first, n;
+        dn_pages_take_dirty(p->pages, &first, &n);
+        const uint64_t *tag = dn_pages_tags(p->pages) + first;
+        s->tag_first = 0;
         if (n > STEP_TAGS) { /* seldom: much was freed at once */
-            dn_runner_set_tags(p->runner, s->tag_first, n, tag);
-        } else {
+            dn_runner_set_tags(p->runner, first, n, tag);
+        } else if (n > 0) {
+            s->tag_first = first;
             memcpy(s->tag_new, tag, n * sizeof *tag);
             s->n_tags = n;
         }

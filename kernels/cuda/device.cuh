@@ -35,10 +35,10 @@ struct dn_cuda_step {
     const uint8_t *kv_format, *check;
     const int32_t *page_start;
     const uint32_t *page;
-    const uint64_t *tag, *tag_new;
+    const uint64_t *tag, *tag_new; /* in the host's memory: read once, by check_tags() */
     const int32_t *row_token;
     const struct dn_sample *sample;
-    int32_t *bad;
+    int32_t *bad, *bad_host; /* the host's copy lies in its memory; check_tags() writes both */
     struct dn_sampled *result;
 };
 enum { DN_COUNT_TOKENS, DN_COUNT_SEQS, DN_COUNT_ROWS, DN_COUNT_TAG_FIRST, DN_COUNT_TAGS, DN_COUNTS = 8 };
@@ -50,8 +50,7 @@ struct dn_cuda {
     struct dn_device_conf conf;
     int n_sms, arch; /* arch: 90 = sm_90 */
     size_t shared_bytes; /* most that a block may opt in to */
-    cudaStream_t stream; /* all operations */
-    cudaStream_t side;   /* the tag check's branch of the graph */
+    cudaStream_t stream; /* all operations; while check_tags() is called, the stream of its branch */
 
     /* The step that operations are being called for. */
     enum dn_step_kind kind;
@@ -59,8 +58,10 @@ struct dn_cuda {
     uint32_t max_pages;                /* of one sequence: prefill grids over contexts; a bound, in decode the limit's */
     struct dn_cuda_step step;
     bool measuring; /* prepare() wants sizes: dn_cuda_workspace() notes, dn_launch() does nothing */
+    bool failed;    /* dn_cuda_failed() was called: dn_launch() does nothing */
+    bool plain;     /* the next launch follows more than its stream's last kernel: no programmatic launch */
 
-    uint16_t *token_counts; /* [conf.n_slots][conf.n_vocab], DN_COUNT_PROMPT | output count, as on the CPU */
+    uint16_t *token_counts; /* [conf.n_slots][conf.n_vocab], DN_CUDA_COUNT_PROMPT | output count */
     uint32_t *counters;     /* [DN_CUDA_COUNTERS] zero between operations: whoever counts up sets back to 0 */
     struct dn_cuda_private *own; /* device.cu, step.cu */
 };
@@ -70,13 +71,31 @@ static inline struct dn_cuda *dn_cuda(struct dn_device *d)
     return (struct dn_cuda *)d;
 }
 
+/* Token counts for penalties: bit 15 marks an id of the prompt, the rest counts it in the output, up to the maximum. */
+enum { DN_CUDA_COUNT_PROMPT = 0x8000, DN_CUDA_COUNT_MAX = 0x7fff };
+
 /* Scratch for the operation being called, 1024-byte aligned, contents undefined. The next operation gets the same
  * memory, so nothing may stay in it. Ask for the most that this step's sizes can need: prepare() measures with the
  * largest prefill step and the largest decode step. NULL while measuring. */
 void *dn_cuda_workspace(struct dn_cuda *c, size_t bytes);
 
-/* Notes the first error; `what` is the operation's name. */
+/* Notes the first error; `what` is the operation's name, a constant. Any thread. */
 void dn_cuda_failed(struct dn_cuda *c, cudaError_t e, const char *what);
+
+/* Lets a kernel's blocks have more than 48 KiB of dynamic shared memory; asks the driver once. */
+cudaError_t dn_cuda_allow_shared(struct dn_cuda *c, const void *kernel, size_t bytes);
+
+/* A way of its own to the device for a thread that loads weights: a stream and two pinned buffers, so that one is filled
+ * while the other is copied. Any thread; one thread a lane.
+ *     lane = take(); for each piece: p = buffer(lane); fill p; send(lane, dst, n); put(lane);
+ * Kernels may be launched on stream(lane) to work on what was sent. put() waits for all of it. */
+enum { DN_CUDA_LANE_BYTES = 4 << 20 };
+struct dn_cuda_lane;
+struct dn_cuda_lane *dn_cuda_lane_take(struct dn_cuda *c); /* NULL: no memory, noted by dn_cuda_failed() */
+uint8_t *dn_cuda_lane_buffer(struct dn_cuda_lane *lane);   /* pinned, DN_CUDA_LANE_BYTES, free to be filled */
+void dn_cuda_lane_send(struct dn_cuda_lane *lane, void *dst, size_t bytes); /* of the buffer given last */
+cudaStream_t dn_cuda_lane_stream(struct dn_cuda_lane *lane);
+void dn_cuda_lane_put(struct dn_cuda_lane *lane);
 
 /* Launches with programmatic dependent launch: the kernel may start while its predecessor still runs. Every kernel of this
  * folder therefore calls dn_wait_previous() in all its threads before it reads or writes anything that another kernel
@@ -85,7 +104,7 @@ template <typename... Params, typename... Args>
 static inline void dn_launch(struct dn_cuda *c, const char *what, void (*kernel)(Params...), dim3 grid, dim3 block,
                              size_t shared, Args... args)
 {
-    if (c->measuring)
+    if (c->measuring || c->failed)
         return;
     cudaLaunchAttribute attr = {};
     attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -96,13 +115,13 @@ static inline void dn_launch(struct dn_cuda *c, const char *what, void (*kernel)
     conf.dynamicSmemBytes = shared;
     conf.stream = c->stream;
     conf.attrs = &attr;
-    conf.numAttrs = c->arch >= 90 ? 1 : 0;
-    if (shared > 48 * 1024) {
-        cudaError_t set = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-        if (set != cudaSuccess)
-            dn_cuda_failed(c, set, what);
-    }
-    cudaError_t e = cudaLaunchKernelEx(&conf, kernel, static_cast<Params>(args)...);
+    conf.numAttrs = c->arch >= 90 && !c->plain ? 1 : 0;
+    c->plain = false;
+    cudaError_t e = cudaSuccess;
+    if (shared > 48 * 1024)
+        e = dn_cuda_allow_shared(c, (const void *)kernel, shared);
+    if (e == cudaSuccess)
+        e = cudaLaunchKernelEx(&conf, kernel, static_cast<Params>(args)...);
     if (e != cudaSuccess)
         dn_cuda_failed(c, e, what);
 }

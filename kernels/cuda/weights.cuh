@@ -12,12 +12,17 @@
  * contiguous bytes. g = lane / 4, t = lane % 4; "pair j" is register a_j of k16 step s: row g + 8 (j & 1),
  * k = 16 s + 2 t + 8 (j >> 1) and the next.
  *
- *   BF16   16,384 B   [strip][k16 step 8][lane][pair 4] of 2 bf16
- *   INT8    8,704 B   [strip][k32 4][lane][step 2][word 2] 4 codes: pair 2 word in bytes 0 and 2, pair 2 word + 1 in 1
- * and 3 then scales FP8     8,208 B   as INT8, then {f32 scale, 0, u64 mask of the rows that have a NaN code in this
- * tile} INT4    4,608 B   [strip][k64 2][lane][step 4] 8 codes: pair j in bits 4j.. (even k) and 16 + 4j.. (odd k)
- *    affine 5,120 B   then scales, then (unless symmetric) offsets
- *   scales, offsets   512 B, [strip][g 8][group of 32 k 4][2: row g, row g + 8], f16 or bf16
+ *   BF16 16,384 B  [strip][k16 step 8][lane][pair 4] of 2 bf16
+ *
+ *   INT8 8,704 B   [strip][k32 4][lane][step 2][word 2] of 4 codes: pair 2 word in bytes 0, 2; pair 2 word + 1 in 1, 3;
+ *                  then scales
+ *
+ *   FP8 8,208 B    codes as INT8, then {f32 scale, 0, u64 mask of the rows that have a NaN code in this tile}
+ *
+ *   INT4 4,608 B   [strip][k64 2][lane][step 4] of 8 codes: pair j in bits 4j.. (even k) and 16 + 4j.. (odd k);
+ *   or 5,120 B     then scales, then (unless symmetric) offsets
+ *
+ *   scales, offsets: 512 B, [strip][g 8][group of 32 k 4][2: row g, row g + 8], f16 or bf16
  *
  * Conversion to bf16 is exact in all of them: INT4 (w >> 4j & 0x000f000f) | 0x43004300 is 128 + q, minus 136
  * (symmetric) or 128; INT8 low 7 bits over 128, minus 128 or 256 by the sign bit; e4m3 shifted into bf16's place times

@@ -13,51 +13,63 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Both files' names of each role. %u is the layer. */
-static const struct {
-    const char *gguf, *hf;
-} NAME[DN_T_ROLES] = {
-    [DN_T_EMBED] = {"token_embd.weight", "model.embed_tokens.weight"},
-    [DN_T_FINAL_NORM] = {"output_norm.weight", "model.norm.weight"},
-    [DN_T_HEAD] = {"output.weight", "lm_head.weight"},
-    [DN_T_ROPE_FREQS] = {"rope_freqs.weight", NULL},
-    [DN_T_ATTN_NORM] = {"blk.%u.attn_norm.weight", "model.layers.%u.input_layernorm.weight"},
-    [DN_T_Q] = {"blk.%u.attn_q.weight", "model.layers.%u.self_attn.q_proj.weight"},
-    [DN_T_K] = {"blk.%u.attn_k.weight", "model.layers.%u.self_attn.k_proj.weight"},
-    [DN_T_V] = {"blk.%u.attn_v.weight", "model.layers.%u.self_attn.v_proj.weight"},
-    [DN_T_Q_BIAS] = {"blk.%u.attn_q.bias", "model.layers.%u.self_attn.q_proj.bias"},
-    [DN_T_K_BIAS] = {"blk.%u.attn_k.bias", "model.layers.%u.self_attn.k_proj.bias"},
-    [DN_T_V_BIAS] = {"blk.%u.attn_v.bias", "model.layers.%u.self_attn.v_proj.bias"},
-    [DN_T_Q_NORM] = {"blk.%u.attn_q_norm.weight", "model.layers.%u.self_attn.q_norm.weight"},
-    [DN_T_K_NORM] = {"blk.%u.attn_k_norm.weight", "model.layers.%u.self_attn.k_norm.weight"},
-    [DN_T_O] = {"blk.%u.attn_output.weight", "model.layers.%u.self_attn.o_proj.weight"},
-    [DN_T_FFN_NORM] = {"blk.%u.ffn_norm.weight", "model.layers.%u.post_attention_layernorm.weight"},
-    [DN_T_GATE] = {"blk.%u.ffn_gate.weight", "model.layers.%u.mlp.gate_proj.weight"},
-    [DN_T_UP] = {"blk.%u.ffn_up.weight", "model.layers.%u.mlp.up_proj.weight"},
-    [DN_T_DOWN] = {"blk.%u.ffn_down.weight", "model.layers.%u.mlp.down_proj.weight"},
-};
-
-static const char *const ARCH_NAME[DN_ARCHS] = {"llama", "qwen2", "qwen3"};
+static const char *const ARCH_NAME[DN_ARCHS] = {"llama", "qwen2", "qwen3", "kimi_k2"};
 
 const char *dn_arch_name(enum dn_arch a)
 {
     return (unsigned)a < DN_ARCHS ? ARCH_NAME[a] : "unknown";
 }
 
-int dn_model_parse_arch(const char *name, size_t len, enum dn_arch *out, struct dn_err *err)
+int dn_model_parse_arch(const char *name, size_t len, enum dn_model_source source, enum dn_arch *out,
+                        struct dn_err *err)
 {
-    for (int a = 0; a < DN_ARCHS; a++) {
-        if (strlen(ARCH_NAME[a]) == len && memcmp(ARCH_NAME[a], name, len) == 0) {
-            *out = (enum dn_arch)a;
+    static const struct {
+        const char *name;
+        enum dn_arch arch;
+        bool gguf;
+    } known[] = {{"llama", DN_ARCH_LLAMA, true},       {"qwen2", DN_ARCH_QWEN2, true},
+                 {"qwen3", DN_ARCH_QWEN3, true},       {"kimi_k2", DN_ARCH_KIMI, false},
+                 {"deepseek_v3", DN_ARCH_KIMI, false}, {"kimi_k25", DN_ARCH_KIMI, false}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        if (strlen(known[i].name) == len && memcmp(known[i].name, name, len) == 0 &&
+            (known[i].gguf || source == DN_MODEL_HF)) {
+            *out = known[i].arch;
             return 0;
         }
     }
-    return dn_err_set(err, DN_MODEL_FILE, "architecture \"%.*s\" is not supported, expected one of llama, qwen2, qwen3",
-                      (int)(len < 64 ? len : 64), name);
+    return dn_err_set(
+        err, DN_MODEL_FILE, "architecture \"%.*s\" is not supported, expected one of llama, qwen2, qwen3%s",
+        (int)(len < 64 ? len : 64), name, source == DN_MODEL_HF ? ", kimi_k2, kimi_k25, deepseek_v3" : "");
+}
+
+static int check_mla(const struct dn_hyper *h, struct dn_err *err)
+{
+    if (h->rope_dim % 2 != 0)
+        return dn_err_set(err, DN_MODEL_FILE, "rotary keys of %" PRIu32 " values, expected an even number",
+                          h->rope_dim);
+    if (h->n_experts == 0)
+        return 0;
+    if (h->top_experts > h->n_experts || h->top_experts > DN_MODEL_MAX_TOP_EXPERTS)
+        return dn_err_set(err, DN_MODEL_FILE, "%" PRIu32 " of %" PRIu32 " experts a token, expected at most %d of them",
+                          h->top_experts, h->n_experts, DN_MODEL_MAX_TOP_EXPERTS);
+    if (h->n_experts % h->expert_groups != 0 || h->top_groups > h->expert_groups)
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "%" PRIu32 " experts in %" PRIu32 " groups of which %" PRIu32
+                          " are taken, expected equal groups",
+                          h->n_experts, h->expert_groups, h->top_groups);
+    uint32_t in_group = h->n_experts / h->expert_groups;
+    if (h->top_experts > h->top_groups * in_group || (h->expert_groups > 1 && in_group < 2))
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "%" PRIu32 " experts a token from %" PRIu32 " groups of %" PRIu32
+                          ", expected groups of at least 2 that hold as many",
+                          h->top_experts, h->top_groups, in_group);
+    return 0;
 }
 
 int dn_model_check_hyper(const struct dn_hyper *h, struct dn_err *err)
 {
+    if (h->latent_dim > 0)
+        return check_mla(h, err);
     if (h->n_kv_heads > h->n_heads || h->n_heads % h->n_kv_heads != 0)
         return dn_err_set(err, DN_MODEL_FILE, "%" PRIu32 " heads over %" PRIu32 " KV heads, expected a multiple",
                           h->n_heads, h->n_kv_heads);
@@ -91,157 +103,6 @@ int dn_model_take_template(struct dn_model *m, char *text, size_t len, const cha
     m->chat_template_len = len;
     m->chat_template_from = from;
     return 0;
-}
-
-/* The shape that a role must have; returns the number of dimensions. */
-static uint32_t expected_shape(const struct dn_hyper *h, enum dn_tensor_role role, uint64_t dim[2])
-{
-    uint64_t q = (uint64_t)h->n_heads * h->head_dim, kv = (uint64_t)h->n_kv_heads * h->head_dim;
-    uint64_t shape[DN_T_ROLES][2] = {
-        [DN_T_EMBED] = {h->n_vocab, h->dim},
-        [DN_T_FINAL_NORM] = {h->dim},
-        [DN_T_HEAD] = {h->n_vocab, h->dim},
-        [DN_T_ROPE_FREQS] = {h->rotary_dim / 2},
-        [DN_T_ATTN_NORM] = {h->dim},
-        [DN_T_Q] = {q, h->dim},
-        [DN_T_K] = {kv, h->dim},
-        [DN_T_V] = {kv, h->dim},
-        [DN_T_Q_BIAS] = {q},
-        [DN_T_K_BIAS] = {kv},
-        [DN_T_V_BIAS] = {kv},
-        [DN_T_Q_NORM] = {h->head_dim},
-        [DN_T_K_NORM] = {h->head_dim},
-        [DN_T_O] = {h->dim, q},
-        [DN_T_FFN_NORM] = {h->dim},
-        [DN_T_GATE] = {h->ff_dim, h->dim},
-        [DN_T_UP] = {h->ff_dim, h->dim},
-        [DN_T_DOWN] = {h->dim, h->ff_dim},
-    };
-    memcpy(dim, shape[role], sizeof shape[role]);
-    return shape[role][1] != 0 ? 2 : 1;
-}
-
-static int check_tensor(const struct dn_hyper *h, enum dn_tensor_role role, const struct dn_tensor *t,
-                        struct dn_err *err)
-{
-    uint64_t dim[2];
-    uint32_t n = expected_shape(h, role, dim);
-    char is[200], want[200];
-    struct dn_tensor expected = {.n_dims = n, .dim = {dim[0], dim[1]}};
-    if (t->n_dims != n || t->dim[0] != dim[0] || (n == 2 && t->dim[1] != dim[1]))
-        return dn_err_set(err, DN_MODEL_FILE, "tensor \"%s\": shape %s, expected %s", t->name,
-                          dn_tensor_shape_text(t, is, sizeof is), dn_tensor_shape_text(&expected, want, sizeof want));
-    bool plain = t->type == DN_TT_F32 || t->type == DN_TT_F16 || t->type == DN_TT_BF16;
-    if (n == 1 && !plain)
-        return dn_err_set(err, DN_MODEL_FILE, "tensor \"%s\": type %s, expected F32, F16 or BF16", t->name,
-                          dn_tensor_type_info(t->type)->name);
-    if (!dn_tensor_type_info(t->type)->decodes)
-        return dn_err_set(
-            err, DN_MODEL_FILE,
-            "tensor \"%s\": type %s is not supported, expected F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K or Q6_K", t->name,
-            dn_tensor_type_info(t->type)->name);
-    return 0;
-}
-
-static const struct dn_tensor *find_tensor(const struct dn_model *m, const char *name)
-{
-    return m->source == DN_MODEL_GGUF ? dn_gguf_find_tensor(m->gguf, name) : dn_safetensors_find(m->safetensors, name);
-}
-
-static bool is_needed(const struct dn_hyper *h, enum dn_tensor_role role)
-{
-    switch (role) {
-    case DN_T_HEAD:
-        return !h->tied_head;
-    case DN_T_ROPE_FREQS:
-        return false;
-    case DN_T_Q_BIAS:
-    case DN_T_K_BIAS:
-    case DN_T_V_BIAS:
-        return h->qkv_bias;
-    case DN_T_Q_NORM:
-    case DN_T_K_NORM:
-        return h->qk_norm;
-    default:
-        return true;
-    }
-}
-
-static bool is_known(const struct dn_hyper *h, enum dn_tensor_role role)
-{
-    return is_needed(h, role) || role == DN_T_ROPE_FREQS;
-}
-
-static int find_role(struct dn_model *m, enum dn_tensor_role role, uint32_t layer, bool *used, struct dn_err *err)
-{
-    const char *format = m->source == DN_MODEL_GGUF ? NAME[role].gguf : NAME[role].hf;
-    if (format == NULL || !is_known(&m->hyper, role))
-        return 0;
-    char name[128];
-    /* The formats are the table's own. */
-    snprintf(name, sizeof name, format, (unsigned)layer);
-    const struct dn_tensor *t = find_tensor(m, name);
-    if (t == NULL)
-        return is_needed(&m->hyper, role) ? dn_err_set(err, DN_MODEL_FILE, "tensor \"%s\" is missing", name) : 0;
-    int code = check_tensor(&m->hyper, role, t, err);
-    if (code != 0)
-        return code;
-    if (role < DN_T_ATTN_NORM)
-        m->global[role] = t;
-    else
-        m->layer[layer][role - DN_T_ATTN_NORM] = t;
-    used[t - (m->source == DN_MODEL_GGUF ? m->gguf->tensor : m->safetensors->tensor)] = true;
-    return 0;
-}
-
-/* Tensors that some checkpoints carry and that say nothing: tables that we compute, and a tied head's copy. */
-static bool is_ignored(const struct dn_model *m, const char *name)
-{
-    static const char inv_freq[] = ".rotary_emb.inv_freq";
-    size_t n = strlen(name), k = sizeof inv_freq - 1;
-    if (m->source != DN_MODEL_HF)
-        return false;
-    return (n > k && strcmp(name + n - k, inv_freq) == 0) ||
-           (m->hyper.tied_head && strcmp(name, "lm_head.weight") == 0);
-}
-
-static int find_tensors(struct dn_model *m, struct dn_err *err)
-{
-    const struct dn_tensor *tensor = m->source == DN_MODEL_GGUF ? m->gguf->tensor : m->safetensors->tensor;
-    size_t n = m->source == DN_MODEL_GGUF ? m->gguf->n_tensors : m->safetensors->n_tensors;
-    bool *used = dn_alloc0(n, sizeof *used);
-    m->layer = dn_alloc0(m->hyper.n_layers, sizeof *m->layer);
-    int code = 0;
-    for (int role = 0; role < DN_T_ATTN_NORM && code == 0; role++)
-        code = find_role(m, (enum dn_tensor_role)role, 0, used, err);
-    for (uint32_t l = 0; l < m->hyper.n_layers && code == 0; l++)
-        for (int role = DN_T_ATTN_NORM; role < DN_T_ROLES && code == 0; role++)
-            code = find_role(m, (enum dn_tensor_role)role, l, used, err);
-    uint64_t type_bytes[DN_TT_COUNT] = {0};
-    enum dn_tensor_type most = DN_TT_F32;
-    for (size_t i = 0; i < n && code == 0; i++) {
-        if (!used[i] && !is_ignored(m, tensor[i].name))
-            code = dn_err_set(err, DN_MODEL_FILE, "tensor \"%.200s\" is not one of a %s model of %" PRIu32 " layers",
-                              tensor[i].name, dn_arch_name(m->hyper.arch), m->hyper.n_layers);
-        if (!used[i]) {
-            m->n_ignored++;
-            continue;
-        }
-        uint64_t values = 1;
-        for (uint32_t d = 0; d < tensor[i].n_dims; d++)
-            values *= tensor[i].dim[d];
-        m->n_params += values;
-        m->file_bytes += tensor[i].bytes;
-        type_bytes[tensor[i].type] += tensor[i].bytes;
-        if (type_bytes[tensor[i].type] > type_bytes[most])
-            most = tensor[i].type;
-    }
-    free(used);
-    struct dn_buf text = {0};
-    dn_buf_printf(&text, "%s %s", m->source == DN_MODEL_GGUF ? "GGUF" : "safetensors", dn_tensor_type_info(most)->name);
-    m->type_text = dn_strdup(dn_buf_str(&text));
-    dn_buf_release(&text);
-    return code;
 }
 
 static char *name_from_path(const char *path)
@@ -298,6 +159,7 @@ int dn_model_open(const char *path, struct dn_model **out, struct dn_err *err)
     m->path = dn_strdup(path);
     m->name = name_from_path(path);
     m->bos_id = -1;
+    m->prefix = "";
     m->source = stat(path, &st) == 0 && S_ISDIR(st.st_mode) ? DN_MODEL_HF : DN_MODEL_GGUF;
     int code;
     if (m->source == DN_MODEL_GGUF) {
@@ -305,7 +167,7 @@ int dn_model_open(const char *path, struct dn_model **out, struct dn_err *err)
         if (code == 0) {
             code = dn_model_read_gguf(m, err);
             if (code == 0)
-                code = find_tensors(m, err);
+                code = dn_model_find_tensors(m, err);
             if (code == 0)
                 code = check_ids(m, err);
             if (code != 0)
@@ -316,7 +178,7 @@ int dn_model_open(const char *path, struct dn_model **out, struct dn_err *err)
         if (code == 0)
             code = open_hf_tensors(m, err);
         if (code == 0) {
-            code = find_tensors(m, err);
+            code = dn_model_find_tensors(m, err);
             if (code == 0)
                 code = check_ids(m, err);
             if (code != 0)
@@ -340,6 +202,10 @@ void dn_model_close(struct dn_model *m)
     dn_gguf_close(m->gguf);
     dn_safetensors_close(m->safetensors);
     free(m->layer);
+    for (uint32_t l = 0; m->expert != NULL && l < m->hyper.n_layers; l++)
+        free(m->expert[l]);
+    free(m->expert);
+    free(m->note);
     free(m->path);
     free(m->name);
     free(m->title);
@@ -351,15 +217,29 @@ void dn_model_close(struct dn_model *m)
     free(m);
 }
 
-const struct dn_tensor *dn_model_tensor(const struct dn_model *m, enum dn_tensor_role role, uint32_t layer)
+struct dn_linear dn_model_linear(const struct dn_model *m, enum dn_tensor_role role, uint32_t layer)
 {
     DN_BUG_ON(role >= DN_T_ROLES || (role >= DN_T_ATTN_NORM && layer >= m->hyper.n_layers));
     return role < DN_T_ATTN_NORM ? m->global[role] : m->layer[layer][role - DN_T_ATTN_NORM];
 }
 
+const struct dn_tensor *dn_model_tensor(const struct dn_model *m, enum dn_tensor_role role, uint32_t layer)
+{
+    return dn_model_linear(m, role, layer).values;
+}
+
+struct dn_linear dn_model_expert(const struct dn_model *m, uint32_t layer, uint32_t expert, enum dn_expert_part part)
+{
+    DN_BUG_ON(layer >= m->hyper.n_layers || m->expert[layer] == NULL || expert >= m->hyper.n_experts);
+    return m->expert[layer][expert][part];
+}
+
 uint64_t dn_model_kv_bytes(const struct dn_model *m, bool fp8)
 {
     const struct dn_hyper *h = &m->hyper;
+    if (h->latent_dim > 0) /* one latent and one rope key a token and layer; in FP8 the rope key stays bf16 */
+        return h->n_layers * (fp8 ? h->latent_dim + sizeof(float) + 2 * (uint64_t)h->rope_dim
+                                  : 2 * ((uint64_t)h->latent_dim + h->rope_dim));
     return (uint64_t)h->n_layers * 2 * h->n_kv_heads * (fp8 ? h->head_dim + sizeof(float) : 2 * (uint64_t)h->head_dim);
 }
 
@@ -375,14 +255,55 @@ static double scale_llama3(const struct dn_hyper *h, double inv_freq)
     return (1 - blend) * inv_freq / h->rope_factor + blend * inv_freq;
 }
 
+/* The index of the frequency that turns `turns` times over the trained context: not an integer. */
+static double yarn_index(const struct dn_hyper *h, double turns)
+{
+    return h->rotary_dim * log(h->rope_original / (turns * 2 * M_PI)) / (2 * log(h->rope_theta));
+}
+
+/* YaRN: frequencies of many turns stay, those of few are slowed by `factor`, those between are blended. */
+static double scale_yarn(const struct dn_hyper *h, uint32_t i, double inv_freq)
+{
+    double low = floor(yarn_index(h, h->rope_beta_fast)), high = ceil(yarn_index(h, h->rope_beta_slow));
+    low = low < 0 ? 0 : low;
+    high = high > h->rotary_dim - 1 ? h->rotary_dim - 1 : high;
+    high = low == high ? high + 0.001 : high;
+    double ramp = (i - low) / (high - low);
+    ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+    return inv_freq * (1 - ramp) + inv_freq / h->rope_factor * ramp;
+}
+
+static double yarn_magnitude(double factor, double mscale)
+{
+    return factor <= 1 ? 1 : 0.1 * mscale * log(factor) + 1;
+}
+
+double dn_model_rope_magnitude(const struct dn_hyper *h)
+{
+    if (!h->rope_yarn)
+        return 1;
+    if (h->rope_mscale == 0 || h->rope_mscale_all_dim == 0)
+        return yarn_magnitude(h->rope_factor, 1);
+    return yarn_magnitude(h->rope_factor, h->rope_mscale) / yarn_magnitude(h->rope_factor, h->rope_mscale_all_dim);
+}
+
+/* DeepSeek-V3 puts YaRN's temperature into the scale, squared, for the rotated and the other dimensions alike. */
+double dn_model_attention_scale(const struct dn_hyper *h)
+{
+    double m = h->rope_yarn ? yarn_magnitude(h->rope_factor, h->rope_mscale_all_dim) : 1;
+    return m * m / sqrt(h->head_dim);
+}
+
 void dn_model_rope_freqs(const struct dn_model *m, double *inv_freq)
 {
     const struct dn_hyper *h = &m->hyper;
-    const struct dn_tensor *t = m->global[DN_T_ROPE_FREQS];
+    const struct dn_tensor *t = m->global[DN_T_ROPE_FREQS].values;
     for (uint32_t i = 0; i < h->rotary_dim / 2; i++) {
         inv_freq[i] = pow(h->rope_theta, -2.0 * i / h->rotary_dim);
         if (h->rope_llama3)
             inv_freq[i] = scale_llama3(h, inv_freq[i]);
+        if (h->rope_yarn)
+            inv_freq[i] = scale_yarn(h, i, inv_freq[i]);
     }
     if (t == NULL)
         return;

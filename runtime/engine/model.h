@@ -18,10 +18,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { DN_MODEL_MAX_LAYERS = 1024, DN_MODEL_MAX_EOS = 16, DN_MODEL_MAX_VOCAB = 1 << 21 };
+enum {
+    DN_MODEL_MAX_LAYERS = 1024,
+    DN_MODEL_MAX_EOS = 16,
+    DN_MODEL_MAX_VOCAB = 1 << 21,
+    DN_MODEL_MAX_EXPERTS = 1024, /* as kernels.h has them */
+    DN_MODEL_MAX_TOP_EXPERTS = 16
+};
 
-enum dn_arch { DN_ARCH_LLAMA, DN_ARCH_QWEN2, DN_ARCH_QWEN3, DN_ARCHS };
-const char *dn_arch_name(enum dn_arch a); /* "llama" "qwen2" "qwen3" */
+/* KIMI is the graph of DeepSeek-V3 and Kimi K2 (MLA, experts); config.json calls it kimi_k2, kimi_k25 or deepseek_v3.
+ */
+enum dn_arch { DN_ARCH_LLAMA, DN_ARCH_QWEN2, DN_ARCH_QWEN3, DN_ARCH_KIMI, DN_ARCHS };
+const char *dn_arch_name(enum dn_arch a); /* "llama" "qwen2" "qwen3" "kimi_k2" */
 
 enum dn_model_source { DN_MODEL_GGUF, DN_MODEL_HF };
 
@@ -36,6 +44,19 @@ struct dn_hyper {
     double rope_theta;
     bool rope_llama3; /* scaled as Llama 3.1 does, by the four numbers below (config.json) */
     double rope_factor, rope_low, rope_high, rope_original;
+    bool rope_yarn; /* YaRN (arXiv 2309.00071) as DeepSeek-V3 has it, by rope_factor, rope_original and these */
+    double rope_beta_fast, rope_beta_slow, rope_mscale, rope_mscale_all_dim; /* mscales: 0 = not given */
+
+    /* MLA: latent_dim is 0 without it. With it head_dim is nope_dim + rope_dim, rotary_dim is rope_dim, n_kv_heads 1 */
+    uint32_t q_lora_dim; /* 0: one q_proj (Moonlight) */
+    uint32_t latent_dim, nope_dim, rope_dim, v_dim;
+
+    /* Experts: n_experts is 0 without them. A layer has them from n_dense_layers on, if moe_every divides its index. */
+    uint32_t n_experts, top_experts, expert_groups, top_groups, expert_ff;
+    uint32_t shared_ff; /* of all shared experts together, 0 = none */
+    uint32_t n_dense_layers, moe_every;
+    bool normalise_experts;
+    float expert_scale;
 };
 
 /* Places of the tensors of a model. Those before DN_T_ATTN_NORM exist once, the others in each layer. */
@@ -57,10 +78,29 @@ enum dn_tensor_role {
     DN_T_FFN_NORM, /* [dim] */
     DN_T_GATE,     /* [ff_dim][dim] */
     DN_T_UP,
-    DN_T_DOWN, /* [dim][ff_dim] */
+    DN_T_DOWN,     /* [dim][ff_dim] */
+    DN_T_Q_A,      /* [q_lora_dim][dim] */
+    DN_T_Q_A_NORM, /* [q_lora_dim] */
+    DN_T_Q_B,      /* [n_heads * (nope_dim + rope_dim)][q_lora_dim] */
+    DN_T_KV_A,     /* [latent_dim + rope_dim][dim] */
+    DN_T_KV_A_NORM,
+    DN_T_KV_B,        /* [n_heads * (nope_dim + v_dim)][latent_dim] */
+    DN_T_ROUTER,      /* [n_experts][dim] */
+    DN_T_ROUTER_BIAS, /* [n_experts], F32 */
+    DN_T_SHARED_GATE, /* [shared_ff][dim] */
+    DN_T_SHARED_UP,
+    DN_T_SHARED_DOWN, /* [dim][shared_ff] */
     DN_T_ROLES,
     DN_T_LAYER_ROLES = DN_T_ROLES - DN_T_ATTN_NORM
 };
+
+/* A matrix as a checkpoint has it. By the type of `values`: F8_E4M3 with F32 scales of blocks of 128 x 128; I32, words
+ * of 8 nibbles (lowest first, value + 8) with BF16 scales of groups of 32; anything else has no `scale`. */
+struct dn_linear {
+    const struct dn_tensor *values, *scale;
+    uint64_t n_out, n_in;
+};
+enum dn_expert_part { DN_EXPERT_GATE, DN_EXPERT_UP, DN_EXPERT_DOWN, DN_EXPERT_PARTS };
 
 struct dn_model {
     char *path;
@@ -71,7 +111,8 @@ struct dn_model {
     struct dn_hyper hyper;
     uint64_t n_params;
     uint64_t file_bytes; /* of tensor data */
-    size_t n_ignored;    /* tensors that are known to be of no use here: rotary tables, the copy of a tied head */
+    size_t n_ignored; /* tensors that are known to be of no use here: rotary tables, the copy of a tied head, vision */
+    char *note;       /* NULL, or a sentence about what the files have and we do not use: the receipt prints it */
 
     int32_t
         eos_id[DN_MODEL_MAX_EOS]; /* union of everything that the files call end of text or turn; ends a generation */
@@ -91,8 +132,11 @@ struct dn_model {
 
     /* Internal to model*.c and weights.c: use dn_model_tensor(). */
     struct dn_safetensors *safetensors;
-    const struct dn_tensor *global[DN_T_ATTN_NORM];
-    const struct dn_tensor *(*layer)[DN_T_LAYER_ROLES]; /* [n_layers] */
+    const char *prefix;      /* of the names of all tensors that are used: "" or "language_model." */
+    uint32_t n_extra_layers; /* multi-token prediction layers behind the last one, not used */
+    struct dn_linear global[DN_T_ATTN_NORM];
+    struct dn_linear (*layer)[DN_T_LAYER_ROLES];  /* [n_layers] */
+    struct dn_linear (**expert)[DN_EXPERT_PARTS]; /* [n_layers][n_experts]; NULL in dense layers */
 };
 
 /* Opens a .gguf file or a directory. Errors: DN_MODEL_FILE, DN_IO; the text begins with the path. */
@@ -102,6 +146,13 @@ void dn_model_close(struct dn_model *m);
 /* The tensor of a role, NULL if the model has none; layer is ignored for roles that exist once. */
 const struct dn_tensor *dn_model_tensor(const struct dn_model *m, enum dn_tensor_role role, uint32_t layer);
 
+/* The same with scales; a matrix of an expert. */
+struct dn_linear dn_model_linear(const struct dn_model *m, enum dn_tensor_role role, uint32_t layer);
+struct dn_linear dn_model_expert(const struct dn_model *m, uint32_t layer, uint32_t expert, enum dn_expert_part part);
+
+/* Whether a layer has experts instead of one feed-forward network. */
+bool dn_hyper_has_experts(const struct dn_hyper *h, uint32_t layer);
+
 /* Bytes that one token takes in the KV cache, without page rounding: bf16 and fp8 (with its scales). */
 uint64_t dn_model_kv_bytes(const struct dn_model *m, bool fp8);
 
@@ -110,7 +161,10 @@ uint64_t dn_model_kv_bytes(const struct dn_model *m, bool fp8);
 struct dn_tokenizer;
 int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err);
 
-/* Inverse rope frequencies [rotary_dim / 2], scaling included. */
+/* Inverse rope frequencies [rotary_dim / 2], scaling included; what cos and sin are multiplied by (1 but for unusual
+ * YaRN); the factor on the logits of attention. */
 void dn_model_rope_freqs(const struct dn_model *m, double *inv_freq);
+double dn_model_rope_magnitude(const struct dn_hyper *h);
+double dn_model_attention_scale(const struct dn_hyper *h);
 
 #endif

@@ -94,7 +94,7 @@ static int read_hyper(struct dn_model *m, struct dn_err *err)
     bool found;
     int code = dn_gguf_string(m->gguf, "general.architecture", &arch, NULL, err);
     if (code == 0)
-        code = dn_model_parse_arch(arch.data, arch.len, &h->arch, err);
+        code = dn_model_parse_arch(arch.data, arch.len, DN_MODEL_GGUF, &h->arch, err);
     if (code == 0)
         code = read_u32(m, "block_count", DN_MODEL_MAX_LAYERS, &h->n_layers, NULL, err);
     if (code == 0)

@@ -60,7 +60,7 @@ static int read_json(const struct dn_model *m, const char *file, uint64_t max, b
 }
 
 /* Getters of base/json.h blame a request's parameter; here the file is at fault, and the key belongs in the text. */
-static int blame(int code, const char *key, struct dn_err *err)
+int dn_config_blame(int code, const char *key, struct dn_err *err)
 {
     if (code == 0 || err == NULL)
         return code == 0 ? 0 : -DN_MODEL_FILE;
@@ -69,7 +69,7 @@ static int blame(int code, const char *key, struct dn_err *err)
     return dn_err_prefix(err, "\"%s\"", key);
 }
 
-static int get_u32(const json_t *c, const char *key, int64_t max, int64_t fallback, uint32_t *out, struct dn_err *err)
+int dn_config_u32(const json_t *c, const char *key, int64_t max, int64_t fallback, uint32_t *out, struct dn_err *err)
 {
     int64_t v = fallback;
     if (!dn_json_has(c, key) && fallback <= 0)
@@ -77,13 +77,28 @@ static int get_u32(const json_t *c, const char *key, int64_t max, int64_t fallba
     int code = dn_json_get_int(c, key, 1, max, fallback, &v, err);
     if (code == 0)
         *out = (uint32_t)v;
-    return blame(code, key, err);
+    return dn_config_blame(code, key, err);
 }
 
-static int get_f64(const json_t *c, const char *key, double min, double max, double fallback, double *out,
-                   struct dn_err *err)
+int dn_config_f64(const json_t *c, const char *key, double min, double max, double fallback, double *out,
+                  struct dn_err *err)
 {
-    return blame(dn_json_get_number(c, key, min, max, fallback, out, err), key, err);
+    return dn_config_blame(dn_json_get_number(c, key, min, max, fallback, out, err), key, err);
+}
+
+int dn_config_bool(const json_t *c, const char *key, bool fallback, bool *out, struct dn_err *err)
+{
+    return dn_config_blame(dn_json_get_bool(c, key, fallback, out, err), key, err);
+}
+
+int dn_config_expect(const json_t *c, const char *key, const char *expected, struct dn_err *err)
+{
+    const char *is;
+    size_t n;
+    int code = dn_config_blame(dn_json_get_string(c, key, &is, &n, err), key, err);
+    if (code == 0 && is != NULL && strcmp(is, expected) != 0)
+        return dn_err_set(err, DN_MODEL_FILE, "\"%s\": \"%.40s\" is not supported, expected %s", key, is, expected);
+    return code;
 }
 
 static int read_llama3(struct dn_hyper *h, const json_t *rope, struct dn_err *err)
@@ -94,7 +109,7 @@ static int read_llama3(struct dn_hyper *h, const json_t *rope, struct dn_err *er
     for (int i = 0; i < 4; i++) {
         if (!dn_json_has(rope, key[i]))
             return dn_err_set(err, DN_MODEL_FILE, "rope scaling llama3: \"%s\" is missing", key[i]);
-        int code = get_f64(rope, key[i], 1e-6, 1e9, 0, out[i], err);
+        int code = dn_config_f64(rope, key[i], 1e-6, 1e9, 0, out[i], err);
         if (code != 0)
             return code;
     }
@@ -106,6 +121,47 @@ static int read_llama3(struct dn_hyper *h, const json_t *rope, struct dn_err *er
     return 0;
 }
 
+/* YaRN as transformers' own function reads it (modeling_rope_utils.py): the names of what is not known are refused. */
+static int read_yarn(struct dn_hyper *h, const json_t *rope, struct dn_err *err)
+{
+    static const struct {
+        const char *key;
+        size_t member;
+        double min, fallback; /* fallback 0: must be there */
+    } number[] = {{"factor", offsetof(struct dn_hyper, rope_factor), 1, 0},
+                  {"original_max_position_embeddings", offsetof(struct dn_hyper, rope_original), 1, 0},
+                  {"beta_fast", offsetof(struct dn_hyper, rope_beta_fast), 1e-3, 32},
+                  {"beta_slow", offsetof(struct dn_hyper, rope_beta_slow), 1e-3, 1}};
+    if (h->arch != DN_ARCH_KIMI)
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "rope scaling \"yarn\" is not supported for this architecture, expected default or llama3");
+    for (size_t i = 0; i < sizeof number / sizeof *number; i++) {
+        if (number[i].fallback == 0 && !dn_json_has(rope, number[i].key))
+            return dn_err_set(err, DN_MODEL_FILE, "rope scaling yarn: \"%s\" is missing", number[i].key);
+        int code = dn_config_f64(rope, number[i].key, number[i].min, 1e9, number[i].fallback,
+                                 (double *)(void *)((char *)h + number[i].member), err);
+        if (code != 0)
+            return code;
+    }
+    if (h->rope_theta <= 1)
+        return dn_err_set(err, DN_MODEL_FILE, "rope scaling yarn: rope_theta %g, expected more than 1", h->rope_theta);
+    int code = dn_config_f64(rope, "mscale", 0, 100, 0, &h->rope_mscale, err);
+    if (code == 0)
+        code = dn_config_f64(rope, "mscale_all_dim", 0, 100, 0, &h->rope_mscale_all_dim, err);
+    if (code == 0 && dn_json_has(rope, "attention_factor"))
+        code = dn_err_set(err, DN_MODEL_FILE, "rope scaling yarn: \"attention_factor\" is not supported");
+    bool truncate = true;
+    if (code == 0)
+        code = dn_config_bool(rope, "truncate", true, &truncate, err);
+    if (code == 0 && !truncate)
+        code = dn_err_set(err, DN_MODEL_FILE, "rope scaling yarn: \"truncate\": false is not supported");
+    if (code == 0 && h->rope_beta_fast < h->rope_beta_slow)
+        code = dn_err_set(err, DN_MODEL_FILE, "rope scaling yarn: beta_fast %g, expected at least beta_slow %g",
+                          h->rope_beta_fast, h->rope_beta_slow);
+    h->rope_yarn = true;
+    return code;
+}
+
 /* The rotary embedding is spelt in two ways: rope_theta + rope_scaling, or rope_parameters with all of it. */
 static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
 {
@@ -114,22 +170,22 @@ static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
     size_t n;
     double partial = 1;
     bool is_new = dn_json_has(c, "rope_parameters");
-    int code =
-        blame(dn_json_get_object(c, is_new ? "rope_parameters" : "rope_scaling", &rope, err), "rope_scaling", err);
+    int code = dn_config_blame(dn_json_get_object(c, is_new ? "rope_parameters" : "rope_scaling", &rope, err),
+                               "rope_scaling", err);
     if (code != 0)
         return code;
     const json_t *source = is_new && dn_json_has(rope, "rope_theta") ? rope : c;
-    code = get_f64(source, "rope_theta", 1, 1e12, 10000, &h->rope_theta, err);
+    code = dn_config_f64(source, "rope_theta", 1, 1e12, 10000, &h->rope_theta, err);
     source = is_new && dn_json_has(rope, "partial_rotary_factor") ? rope : c;
     if (code == 0)
-        code = get_f64(source, "partial_rotary_factor", 0, 1, 1, &partial, err);
+        code = dn_config_f64(source, "partial_rotary_factor", 0, 1, 1, &partial, err);
     if (code == 0 && partial != 1)
         code = dn_err_set(err, DN_MODEL_FILE, "\"partial_rotary_factor\": %g is not supported, expected 1", partial);
     if (code != 0 || rope == NULL)
         return code;
-    code = blame(dn_json_get_string(rope, "rope_type", &type, &n, err), "rope_type", err);
+    code = dn_config_blame(dn_json_get_string(rope, "rope_type", &type, &n, err), "rope_type", err);
     if (code == 0)
-        code = blame(dn_json_get_string(rope, "type", &old_type, &n, err), "type", err);
+        code = dn_config_blame(dn_json_get_string(rope, "type", &old_type, &n, err), "type", err);
     if (code != 0)
         return code;
     if (type == NULL)
@@ -138,76 +194,89 @@ static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
         return 0;
     if (strcmp(type, "llama3") == 0)
         return read_llama3(h, rope, err);
-    return dn_err_set(err, DN_MODEL_FILE, "rope scaling \"%.40s\" is not supported, expected default or llama3", type);
+    if (strcmp(type, "yarn") == 0)
+        return read_yarn(h, rope, err);
+    return dn_err_set(err, DN_MODEL_FILE, "rope scaling \"%.40s\" is not supported, expected default%s", type,
+                      h->arch == DN_ARCH_KIMI ? ", yarn or llama3" : " or llama3");
 }
 
 /* Switches that change the mathematics and that the forward pass does not know. */
-static int refuse_extras(const json_t *c, struct dn_err *err)
+static int refuse_extras(const struct dn_hyper *h, const json_t *c, struct dn_err *err)
 {
     static const char *const off[] = {"attention_bias", "mlp_bias", "use_sliding_window"};
     for (size_t i = 0; i < sizeof off / sizeof *off; i++) {
         bool on;
-        int code = blame(dn_json_get_bool(c, off[i], false, &on, err), off[i], err);
+        int code = dn_config_bool(c, off[i], false, &on, err);
         if (code != 0)
             return code;
         if (on)
             return dn_err_set(err, DN_MODEL_FILE, "\"%s\": true is not supported", off[i]);
     }
-    if (dn_json_has(c, "quantization_config"))
+    if (dn_json_has(c, "quantization_config") && h->arch != DN_ARCH_KIMI)
         return dn_err_set(err, DN_MODEL_FILE,
                           "\"quantization_config\": quantised safetensors are not supported for this "
                           "architecture, expected BF16, F16 or F32 tensors");
-    const char *act;
+    return dn_config_expect(c, "hidden_act", "silu", err);
+}
+
+static int read_arch(struct dn_model *m, const json_t *c, struct dn_err *err)
+{
+    const char *type;
     size_t n;
-    int code = blame(dn_json_get_string(c, "hidden_act", &act, &n, err), "hidden_act", err);
-    if (code == 0 && act != NULL && strcmp(act, "silu") != 0)
-        code = dn_err_set(err, DN_MODEL_FILE, "\"hidden_act\": \"%.40s\" is not supported, expected silu", act);
+    int code = dn_config_blame(dn_json_get_string(c, "model_type", &type, &n, err), "model_type", err);
+    if (code == 0 && type == NULL)
+        code = dn_err_set(err, DN_MODEL_FILE, "\"model_type\" is missing");
+    return code == 0 ? dn_model_parse_arch(type, n, m->source, &m->hyper.arch, err) : code;
+}
+
+/* Numbers that every family has. */
+static int read_sizes(struct dn_hyper *h, const json_t *c, struct dn_err *err)
+{
+    const struct {
+        const char *key;
+        int64_t max;
+        uint32_t *out;
+    } number[] = {{"num_hidden_layers", DN_MODEL_MAX_LAYERS, &h->n_layers},
+                  {"hidden_size", 1 << 16, &h->dim},
+                  {"intermediate_size", 1 << 20, &h->ff_dim},
+                  {"vocab_size", DN_MODEL_MAX_VOCAB, &h->n_vocab},
+                  {"max_position_embeddings", 1 << 26, &h->context_tokens},
+                  {"num_attention_heads", 4096, &h->n_heads}};
+    int code = 0;
+    for (size_t i = 0; i < sizeof number / sizeof *number && code == 0; i++)
+        code = dn_config_u32(c, number[i].key, number[i].max, 0, number[i].out, err);
+    double eps = 0;
+    if (code == 0)
+        code = dn_config_f64(c, "rms_norm_eps", 0, 1, 1e-6, &eps, err);
+    h->norm_eps = (float)eps;
+    return code == 0 ? dn_config_bool(c, "tie_word_embeddings", false, &h->tied_head, err) : code;
+}
+
+static int read_heads(struct dn_hyper *h, const json_t *c, struct dn_err *err)
+{
+    int code = dn_config_u32(c, "num_key_value_heads", 4096, h->n_heads, &h->n_kv_heads, err);
+    if (code == 0 && !dn_json_has(c, "head_dim") && h->dim % h->n_heads != 0)
+        code = dn_err_set(err, DN_MODEL_FILE,
+                          "\"hidden_size\" %" PRIu32 " is not a multiple of \"num_attention_heads\" %" PRIu32, h->dim,
+                          h->n_heads);
+    if (code == 0)
+        code = dn_config_u32(c, "head_dim", 1024, h->dim / h->n_heads, &h->head_dim, err);
+    h->rotary_dim = h->head_dim;
+    h->qkv_bias = h->arch == DN_ARCH_QWEN2;
+    h->qk_norm = h->arch == DN_ARCH_QWEN3;
     return code;
 }
 
 static int read_hyper(struct dn_model *m, const json_t *c, struct dn_err *err)
 {
     struct dn_hyper *h = &m->hyper;
-    const char *type;
-    size_t n;
-    int code = blame(dn_json_get_string(c, "model_type", &type, &n, err), "model_type", err);
-    if (code == 0 && type == NULL)
-        code = dn_err_set(err, DN_MODEL_FILE, "\"model_type\" is missing");
+    int code = read_sizes(h, c, err);
     if (code == 0)
-        code = dn_model_parse_arch(type, n, &h->arch, err);
+        code = h->arch == DN_ARCH_KIMI ? dn_model_read_kimi(h, &m->n_extra_layers, c, err) : read_heads(h, c, err);
     if (code == 0)
-        code = get_u32(c, "num_hidden_layers", DN_MODEL_MAX_LAYERS, 0, &h->n_layers, err);
-    if (code == 0)
-        code = get_u32(c, "hidden_size", 1 << 16, 0, &h->dim, err);
-    if (code == 0)
-        code = get_u32(c, "intermediate_size", 1 << 20, 0, &h->ff_dim, err);
-    if (code == 0)
-        code = get_u32(c, "vocab_size", DN_MODEL_MAX_VOCAB, 0, &h->n_vocab, err);
-    if (code == 0)
-        code = get_u32(c, "max_position_embeddings", 1 << 26, 0, &h->context_tokens, err);
-    if (code == 0)
-        code = get_u32(c, "num_attention_heads", 4096, 0, &h->n_heads, err);
-    if (code == 0)
-        code = get_u32(c, "num_key_value_heads", 4096, h->n_heads, &h->n_kv_heads, err);
-    if (code == 0 && !dn_json_has(c, "head_dim") && h->dim % h->n_heads != 0)
-        code = dn_err_set(err, DN_MODEL_FILE,
-                          "\"hidden_size\" %" PRIu32 " is not a multiple of \"num_attention_heads\" %" PRIu32, h->dim,
-                          h->n_heads);
-    if (code == 0)
-        code = get_u32(c, "head_dim", 1024, h->dim / h->n_heads, &h->head_dim, err);
-    double eps = 0;
-    if (code == 0)
-        code = get_f64(c, "rms_norm_eps", 0, 1, 1e-6, &eps, err);
-    h->norm_eps = (float)eps;
-    if (code == 0)
-        code = blame(dn_json_get_bool(c, "tie_word_embeddings", false, &h->tied_head, err), "tie_word_embeddings", err);
-    if (code == 0)
-        code = refuse_extras(c, err);
+        code = refuse_extras(h, c, err);
     if (code == 0)
         code = read_rope(h, c, err);
-    h->rotary_dim = h->head_dim;
-    h->qkv_bias = h->arch == DN_ARCH_QWEN2;
-    h->qk_norm = h->arch == DN_ARCH_QWEN3;
     return code == 0 ? dn_model_check_hyper(h, err) : code;
 }
 
@@ -225,7 +294,7 @@ static int read_eos(struct dn_model *m, const json_t *c, struct dn_err *err)
         int code =
             dn_json_int(json_is_array(v) ? json_array_get(v, i) : v, "eos_token_id", 0, DN_MODEL_MAX_VOCAB, &id, err);
         if (code != 0)
-            return blame(code, "eos_token_id", err);
+            return dn_config_blame(code, "eos_token_id", err);
         dn_model_add_eos(m, id);
     }
     return 0;
@@ -234,10 +303,53 @@ static int read_eos(struct dn_model *m, const json_t *c, struct dn_err *err)
 static int read_bos(struct dn_model *m, const json_t *c, struct dn_err *err)
 {
     int64_t id;
-    int code = blame(dn_json_get_int(c, "bos_token_id", 0, DN_MODEL_MAX_VOCAB, -1, &id, err), "bos_token_id", err);
+    int code =
+        dn_config_blame(dn_json_get_int(c, "bos_token_id", 0, DN_MODEL_MAX_VOCAB, -1, &id, err), "bos_token_id", err);
     if (code == 0)
         m->bos_id = (int32_t)id;
     return code;
+}
+
+static int read_text_config(struct dn_model *m, const json_t *c, struct dn_err *err)
+{
+    const char *type;
+    size_t n;
+    int code = dn_config_blame(dn_json_get_string(c, "model_type", &type, &n, err), "model_type", err);
+    if (code == 0 && type != NULL && strcmp(type, "kimi_k2") != 0 && strcmp(type, "deepseek_v3") != 0)
+        code = dn_err_set(err, DN_MODEL_FILE,
+                          "\"model_type\": \"%.40s\" is not supported, expected kimi_k2 or deepseek_v3", type);
+    if (code == 0)
+        code = dn_model_check_quantisation(c, err);
+    if (code == 0)
+        code = read_eos(m, c, err);
+    if (code == 0 && m->bos_id < 0)
+        code = read_bos(m, c, err);
+    return code == 0 ? read_hyper(m, c, err) : code;
+}
+
+/* A model that also sees has its language model's numbers in "text_config", and the tensors' names begin otherwise. */
+static int read_config(struct dn_model *m, const json_t *c, struct dn_err *err)
+{
+    json_t *text = NULL;
+    int code = read_arch(m, c, err);
+    bool is_wrapper = code == 0 && strcmp(json_string_value(json_object_get(c, "model_type")), "kimi_k25") == 0;
+    if (is_wrapper) {
+        code = dn_config_blame(dn_json_get_object(c, "text_config", &text, err), "text_config", err);
+        if (code == 0 && text == NULL)
+            code = dn_err_set(err, DN_MODEL_FILE, "\"text_config\" is missing");
+        m->prefix = "language_model.";
+    }
+    if (code == 0 && m->hyper.arch == DN_ARCH_KIMI)
+        code = dn_model_check_quantisation(c, err);
+    if (code == 0)
+        code = read_eos(m, c, err);
+    if (code == 0)
+        code = read_bos(m, c, err);
+    if (!is_wrapper)
+        return code == 0 ? read_hyper(m, c, err) : code;
+    if (code == 0)
+        code = read_text_config(m, text, err);
+    return code == 0 || text == NULL ? code : dn_err_prefix(err, "\"text_config\"");
 }
 
 /* config.json and generation_config.json: both are asked for the ids that end a text. */
@@ -247,11 +359,7 @@ static int read_configs(struct dn_model *m, struct dn_err *err)
     int code = read_json(m, "config.json", MAX_CONFIG_BYTES, false, &c, err);
     if (code != 0)
         return code;
-    code = read_hyper(m, c, err);
-    if (code == 0)
-        code = read_eos(m, c, err);
-    if (code == 0)
-        code = read_bos(m, c, err);
+    code = read_config(m, c, err);
     json_decref(c);
     if (code != 0)
         return dn_err_prefix(err, "%s/config.json", m->path);

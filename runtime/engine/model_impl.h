@@ -1,16 +1,36 @@
-/* Between model.c, model_gguf.c and model_hf.c only: what each kind of file has to fill in. */
+/* Between model*.c only: what each kind of file has to fill in. */
 #ifndef DN_ENGINE_MODEL_IMPL_H
 #define DN_ENGINE_MODEL_IMPL_H
 
+#include "base/json.h"
 #include "engine/gguf.h"
 #include "engine/model.h"
 
-/* Fill hyper, special ids, template and tokenizer source; model.c then finds and checks the tensors. */
+/* Fill hyper, special ids, template and tokenizer source; dn_model_find_tensors() then finds and checks the tensors. */
 int dn_model_read_gguf(struct dn_model *m, struct dn_err *err);
 int dn_model_read_hf(struct dn_model *m, struct dn_err *err);
 
+/* model_tensors.c: every tensor of the model is found, of the right shape and type, and every tensor of the files is
+ * used or known to be of no use. Fills global, layer, expert, n_params, file_bytes, type_text, n_ignored, note. */
+int dn_model_find_tensors(struct dn_model *m, struct dn_err *err);
+
 /* Finds the architecture by GGUF's or config.json's name for it, or fails with the list. */
-int dn_model_parse_arch(const char *name, size_t len, enum dn_arch *out, struct dn_err *err);
+int dn_model_parse_arch(const char *name, size_t len, enum dn_model_source source, enum dn_arch *out,
+                        struct dn_err *err);
+
+/* Members of config.json: 1 to max, or the fallback (0: the key must be there); numbers and switches. Errors name the
+ * key. blame() turns the error of a getter of base/json.h into that of a file. */
+int dn_config_u32(const json_t *c, const char *key, int64_t max, int64_t fallback, uint32_t *out, struct dn_err *err);
+int dn_config_f64(const json_t *c, const char *key, double min, double max, double fallback, double *out,
+                  struct dn_err *err);
+int dn_config_bool(const json_t *c, const char *key, bool fallback, bool *out, struct dn_err *err);
+int dn_config_blame(int code, const char *key, struct dn_err *err);
+/* A string that must be `expected` if it is there at all. */
+int dn_config_expect(const json_t *c, const char *key, const char *expected, struct dn_err *err);
+
+/* model_hf_kimi.c: what only this family has, after the fields that all have; and how the weights may be quantised. */
+int dn_model_read_kimi(struct dn_hyper *h, uint32_t *n_extra_layers, const json_t *c, struct dn_err *err);
+int dn_model_check_quantisation(const json_t *c, struct dn_err *err);
 
 /* What both sources check once the numbers are read: divisibility, head sizes, bounds that depend on each other. */
 int dn_model_check_hyper(const struct dn_hyper *h, struct dn_err *err);

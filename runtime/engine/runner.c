@@ -23,39 +23,79 @@ static bool add_bytes(uint64_t rows, uint64_t values, uint64_t bytes, uint64_t *
            !__builtin_add_overflow(*sum, n, sum);
 }
 
-/* The buffers of a step: one line each for the sum, the allocation and the release. */
+/* The buffers of a step, one line each, for the sum, the allocation and the release. Those of a family have no values
+ * in the others. Rows: of each token; of each token or row of logits, whichever are more; of each row of logits; of
+ * each sequence (absorbed steps have one token of each). */
+enum rows { BY_TOKEN, BY_TOKEN_OR_ROW, BY_ROW, BY_SEQUENCE };
+#define BUFFER(member, is_act, rows)                                                                                   \
+    {                                                                                                                  \
+        offsetof(struct dn_runner, member), is_act, rows                                                               \
+    }
 static const struct {
     size_t member;
-    bool is_act, by_rows;
-} BUFFER[] = {
-    {offsetof(struct dn_runner, x), false, false},      {offsetof(struct dn_runner, normed), true, false},
-    {offsetof(struct dn_runner, qkv), true, false},     {offsetof(struct dn_runner, heads), true, false},
-    {offsetof(struct dn_runner, gate_up), true, false}, {offsetof(struct dn_runner, ff), true, false},
-    {offsetof(struct dn_runner, delta), true, false},   {offsetof(struct dn_runner, logits), false, true},
+    bool is_act; /* else of 4 bytes a value */
+    enum rows rows;
+} BUFFERS[] = {
+    BUFFER(x, false, BY_TOKEN),         BUFFER(normed, true, BY_TOKEN_OR_ROW),
+    BUFFER(qkv, true, BY_TOKEN),        BUFFER(heads, true, BY_TOKEN),
+    BUFFER(gate_up, true, BY_TOKEN),    BUFFER(ff, true, BY_TOKEN),
+    BUFFER(delta, true, BY_TOKEN),      BUFFER(logits, false, BY_ROW),
+    BUFFER(kv_a, true, BY_TOKEN),       BUFFER(q_a, true, BY_TOKEN),
+    BUFFER(q, true, BY_TOKEN),          BUFFER(q_latent, true, BY_SEQUENCE),
+    BUFFER(latents, true, BY_SEQUENCE), BUFFER(router, false, BY_TOKEN),
+    BUFFER(expert, false, BY_TOKEN),    BUFFER(expert_weight, false, BY_TOKEN),
 };
-enum { N_BUFFERS = sizeof BUFFER / sizeof *BUFFER };
+enum { N_BUFFERS = sizeof BUFFERS / sizeof *BUFFERS };
 
-static uint64_t buffer_values(const struct dn_hyper *h, int i)
+/* Values a row of each buffer, in the order above. */
+static void buffer_values(const struct dn_hyper *h, uint64_t values[N_BUFFERS])
 {
+    bool mla = h->latent_dim > 0;
     uint64_t q = (uint64_t)h->n_heads * h->head_dim, kv = (uint64_t)h->n_kv_heads * h->head_dim;
-    const uint64_t values[N_BUFFERS] = {h->dim,    h->dim, q + 2 * kv, q, 2 * (uint64_t)h->ff_dim,
-                                        h->ff_dim, h->dim, h->n_vocab};
-    return values[i];
+    uint64_t ff = h->n_experts > 0 && h->shared_ff > h->ff_dim ? h->shared_ff : h->ff_dim;
+    uint64_t latent = (uint64_t)h->latent_dim + h->rope_dim;
+    const uint64_t all[N_BUFFERS] = {h->dim,
+                                     h->dim,
+                                     mla ? 0 : q + 2 * kv,
+                                     mla ? (uint64_t)h->n_heads * h->v_dim : q,
+                                     2 * ff,
+                                     ff,
+                                     h->dim,
+                                     h->n_vocab,
+                                     mla ? h->q_lora_dim + latent : 0,
+                                     h->q_lora_dim,
+                                     mla ? q : 0,
+                                     mla ? h->n_heads * latent : 0,
+                                     (uint64_t)h->n_heads * h->latent_dim,
+                                     h->n_experts,
+                                     h->top_experts,
+                                     h->top_experts};
+    memcpy(values, all, sizeof all);
 }
 
 static uint64_t buffer_rows(const struct dn_step_limits *l, int i)
 {
-    return BUFFER[i].by_rows ? l->rows : l->tokens > l->rows ? l->tokens : l->rows;
+    switch (BUFFERS[i].rows) {
+    case BY_ROW:
+        return l->rows;
+    case BY_SEQUENCE:
+        return l->seqs < l->tokens ? l->seqs : l->tokens;
+    case BY_TOKEN_OR_ROW:
+        return l->tokens > l->rows ? l->tokens : l->rows;
+    default:
+        return l->tokens;
+    }
 }
 
 int dn_runner_sizes(const struct dn_model *m, size_t act_bytes, const struct dn_step_limits *limits,
                     uint32_t context_tokens, uint64_t *activation_bytes, uint64_t *rope_bytes, struct dn_err *err)
 {
     uint64_t sum = 0, rope = 0;
+    uint64_t values[N_BUFFERS];
     bool ok = add_bytes(context_tokens, m->hyper.rotary_dim, sizeof(float), &rope);
+    buffer_values(&m->hyper, values);
     for (int i = 0; i < N_BUFFERS; i++)
-        ok = ok && add_bytes(buffer_rows(limits, i), buffer_values(&m->hyper, i),
-                             BUFFER[i].is_act ? act_bytes : sizeof(float), &sum);
+        ok = ok && add_bytes(buffer_rows(limits, i), values[i], BUFFERS[i].is_act ? act_bytes : sizeof(float), &sum);
     if (!ok)
         return dn_err_set(err, DN_NO_MEMORY,
                           "a step of %" PRIu32 " tokens and %" PRIu32 " rows of logits overflows memory",
@@ -83,7 +123,7 @@ static int fill_rope(struct dn_runner *r, struct dn_err *err)
     int code = take(r, r->rope_bytes, &r->rope, "the table of rotary angles", err);
     if (code != 0)
         return code;
-    double *inv_freq = dn_alloc0(half, sizeof *inv_freq);
+    double *inv_freq = dn_alloc0(half, sizeof *inv_freq), magnitude = dn_model_rope_magnitude(&m->hyper);
     dn_model_rope_freqs(m, inv_freq);
     float *host = dn_alloc0(ROPE_CHUNK, row * sizeof *host);
     for (uint32_t first = 0; first < r->conf.context_tokens; first += ROPE_CHUNK) {
@@ -91,8 +131,8 @@ static int fill_rope(struct dn_runner *r, struct dn_err *err)
         for (uint32_t k = 0; k < n; k++) {
             for (size_t i = 0; i < half; i++) {
                 float angle = (float)(first + k) * (float)inv_freq[i];
-                host[k * row + 2 * i] = (float)cos((double)angle);
-                host[k * row + 2 * i + 1] = (float)sin((double)angle);
+                host[k * row + 2 * i] = (float)(magnitude * cos((double)angle));
+                host[k * row + 2 * i + 1] = (float)(magnitude * sin((double)angle));
             }
         }
         r->device->ops->upload(r->device, r->rope + first * row, host, n * row * sizeof *host);
@@ -115,8 +155,15 @@ static int take_arena(struct dn_runner *r, struct dn_err *err)
     if (r->conf.page_tokens > MAX_PAGE_TOKENS)
         return dn_err_set(err, DN_CONFIG, "pages of %" PRIu32 " tokens, expected at most %d", r->conf.page_tokens,
                           MAX_PAGE_TOKENS);
-    if (dn_kv_layout_init(&r->layout, h->n_layers, h->n_kv_heads, h->head_dim, r->conf.page_tokens,
-                          r->conf.slab_bytes) != 0)
+    uint32_t only = r->device->ops->page_tokens;
+    if (only != 0 && r->conf.page_tokens != only)
+        return dn_err_set(err, DN_CONFIG, "pages of %" PRIu32 " tokens, but backend \"%s\" has pages of %" PRIu32,
+                          r->conf.page_tokens, r->device->ops->name, only);
+    int code = h->latent_dim > 0 ? dn_kv_layout_init_mla(&r->layout, h->n_layers, h->latent_dim, h->rope_dim,
+                                                         r->conf.page_tokens, r->conf.slab_bytes)
+                                 : dn_kv_layout_init(&r->layout, h->n_layers, h->n_kv_heads, h->head_dim,
+                                                     r->conf.page_tokens, r->conf.slab_bytes);
+    if (code != 0)
         return dn_err_set(err, DN_CONFIG,
                           "pages of %" PRIu32 " tokens and slabs of %" PRIu64 " bytes do not fit this model",
                           r->conf.page_tokens, r->conf.slab_bytes);
@@ -130,17 +177,18 @@ static int take_arena(struct dn_runner *r, struct dn_err *err)
                           r->conf.arena_bytes);
     r->n_slabs = (uint32_t)n_slabs;
     r->n_pages = (uint32_t)n_pages;
-    int code = take(r, n_slabs * r->layout.slab_bytes, &r->arena, "the KV cache", err);
+    code = take(r, n_slabs * r->layout.slab_bytes, &r->arena, "the KV cache", err);
     return code == 0 ? take(r, n_pages * sizeof *r->tags, &r->tags, "the table of page tags", err) : code;
 }
 
 static int take_buffers(struct dn_runner *r, struct dn_err *err)
 {
-    size_t act_bytes = r->device->ops->act_bytes;
+    uint64_t values[N_BUFFERS];
+    buffer_values(&r->weights->model->hyper, values);
     for (int i = 0; i < N_BUFFERS; i++) {
-        uint64_t bytes = buffer_rows(&r->conf.limits, i) * buffer_values(&r->weights->model->hyper, i) *
-                         (BUFFER[i].is_act ? act_bytes : sizeof(float));
-        int code = take(r, bytes, (char *)r + BUFFER[i].member, "the activations of a step", err);
+        uint64_t bytes = buffer_rows(&r->conf.limits, i) * values[i] *
+                         (BUFFERS[i].is_act ? r->device->ops->act_bytes : sizeof(float));
+        int code = bytes == 0 ? 0 : take(r, bytes, (char *)r + BUFFERS[i].member, "the activations of a step", err);
         if (code != 0)
             return code;
     }
@@ -195,11 +243,12 @@ int dn_runner_open(struct dn_device *device, const struct dn_weights *weights, c
 {
     const struct dn_hyper *h = &weights->model->hyper;
     struct dn_runner *r = dn_alloc0(1, sizeof *r);
-    *r = (struct dn_runner){.device = device, .weights = weights, .conf = *conf, .forward = dn_forward_llama};
+    *r = (struct dn_runner){.device = device, .weights = weights, .conf = *conf};
+    r->forward = h->arch == DN_ARCH_KIMI ? dn_forward_kimi : dn_forward_llama;
     if (r->conf.context_tokens == 0 || r->conf.context_tokens > h->context_tokens)
         r->conf.context_tokens = h->context_tokens;
     if (r->conf.page_tokens == 0)
-        r->conf.page_tokens = DEFAULT_PAGE_TOKENS;
+        r->conf.page_tokens = device->ops->page_tokens ? device->ops->page_tokens : DEFAULT_PAGE_TOKENS;
     if (r->conf.slab_bytes == 0)
         r->conf.slab_bytes = choose_slab(r->conf.arena_bytes);
     if (r->conf.n_valid == 0 || r->conf.n_valid > h->n_vocab)
@@ -222,7 +271,7 @@ void dn_runner_close(struct dn_runner *r)
     for (int i = 0; i < N_BUFFERS + 3; i++) {
         void *p;
         if (i < N_BUFFERS)
-            memcpy(&p, (char *)r + BUFFER[i].member, sizeof p);
+            memcpy(&p, (char *)r + BUFFERS[i].member, sizeof p);
         else
             p = extra[i - N_BUFFERS];
         if (p != NULL)

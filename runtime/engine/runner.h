@@ -17,7 +17,7 @@
 struct dn_runner_conf {
     struct dn_step_limits limits; /* the device's */
     uint32_t context_tokens;      /* longest sequence: positions are < this; 0 = the model's own */
-    uint32_t page_tokens;         /* 0 = 16 */
+    uint32_t page_tokens;         /* 0 = the backend's, or 16 */
     uint64_t slab_bytes;          /* target size; 0 = a 64th of the arena, 1 to 16 MiB */
     uint64_t arena_bytes;         /* KV memory; whole slabs of it are used. At least one slab */
     uint32_t n_valid;             /* ids below it have a token; 0 = n_vocab of the model */
@@ -36,15 +36,25 @@ struct dn_runner {
     uint64_t activation_bytes, rope_bytes;
 
     /* Device buffers of a step; forward_*.c alone uses them. */
-    float *x;                             /* [tokens][dim] residual */
-    void *normed;                         /* act [max(tokens, rows)][dim] */
-    void *qkv;                            /* act [tokens][(n_heads + 2 n_kv_heads) * head_dim] */
-    void *heads;                          /* act [tokens][n_heads * head_dim] */
-    void *gate_up;                        /* act [tokens][2 * ff_dim] */
-    void *ff;                             /* act [tokens][ff_dim] */
-    void *delta;                          /* act [tokens][dim]: what the next norm adds to x */
-    float *logits;                        /* f32 [rows][n_vocab] */
-    float *rope;                          /* f32 [context_tokens][rotary_dim / 2][2] */
+    float *x;      /* [tokens][dim] residual */
+    void *normed;  /* act [max(tokens, rows)][dim] */
+    void *qkv;     /* act [tokens][(n_heads + 2 n_kv_heads) * head_dim] */
+    void *heads;   /* act [tokens][n_heads * head_dim, or v_dim with MLA] */
+    void *gate_up; /* act [tokens][2 * the widest of ff_dim and shared_ff] */
+    void *ff;      /* act [tokens][that] */
+    void *delta;   /* act [tokens][dim]: what the next norm adds to x */
+    float *logits; /* f32 [rows][n_vocab] */
+    float *rope;   /* f32 [context_tokens][rotary_dim / 2][2] */
+    /* MLA alone */
+    void *kv_a;     /* act [tokens][q_lora_dim + latent_dim + rope_dim]: compressed queries | latent | rope key */
+    void *q_a;      /* act [tokens][q_lora_dim], normed */
+    void *q;        /* act [tokens][n_heads][nope_dim + rope_dim] */
+    void *q_latent; /* act [seqs][n_heads][latent_dim + rope_dim]: queries of absorbed steps */
+    void *latents;  /* act [seqs][n_heads][latent_dim]: what their attention gives */
+    /* Experts alone */
+    float *router;                        /* f32 [tokens][n_experts] */
+    int32_t *expert;                      /* [tokens][top_experts] */
+    float *expert_weight;                 /* [tokens][top_experts] */
     void (*forward)(struct dn_runner *r); /* the model family's list of operations */
 };
 
@@ -77,5 +87,7 @@ int dn_runner_sizes(const struct dn_model *m, size_t act_bytes, const struct dn_
 
 /* forward_llama.c: Llama, Qwen2, Qwen3. */
 void dn_forward_llama(struct dn_runner *r);
+/* forward_kimi.c: the graph of DeepSeek-V3 and Kimi K2. */
+void dn_forward_kimi(struct dn_runner *r);
 
 #endif

@@ -2,31 +2,25 @@
 
 #include "base/buf.h"
 #include "engine/runner.h"
+#include "engine/weights_impl.h"
 
 #include <inttypes.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-/* A chunk is what one pack call takes: whole blocks of every format, so that threads never share one. */
-enum { CHUNK_ROWS = 128, MAX_PARTS = 3, MAX_THREADS = 256, INT_GROUP = 32 };
+/* How a matrix's format is chosen. */
+enum kind { KIND_LINEAR, KIND_VOCAB, KIND_BF16 };
 
-/* A matrix and the tensors whose rows follow each other in it. */
-struct job {
-    struct dn_matrix *m;
-    const struct dn_tensor *part[MAX_PARTS];
-    int n_parts;
-};
-
-struct jobs {
-    struct job *job;
-    size_t n;
-    uint64_t file_bytes;
+struct list {
+    struct dn_weights *w;
+    const struct dn_kernels *ops;
+    struct dn_weights_jobs jobs;
     /* Pairs of file type and format that lose precision, counted for the notes. */
     uint32_t n_lossy[DN_TT_COUNT][DN_W_FORMATS];
-    uint32_t n_odd; /* matrices whose width no integer format takes */
+    uint32_t n_odd;     /* matrices whose width no integer format takes */
+    uint32_t n_apart;   /* FP8 matrices whose blocks do not line up */
+    uint32_t n_group;   /* grouped matrices whose rows the fp8 format does not take */
+    uint32_t n_derived; /* projections from the latent that are bf16, whatever was asked for */
 };
 
 /* ---- Formats ----------------------------------------------------------------------------------------------------- */
@@ -64,94 +58,245 @@ static enum dn_weight_format nearest(enum dn_tensor_type t)
     case DN_TT_Q4_0:
     case DN_TT_Q4_1:
     case DN_TT_Q4_K:
+    case DN_TT_I32: /* words of nibbles */
         return DN_W_INT4;
     case DN_TT_Q8_0:
     case DN_TT_Q6_K:
         return DN_W_INT8;
+    case DN_TT_F8_E4M3:
+        return DN_W_FP8;
     default:
         return DN_W_BF16;
     }
 }
 
-static bool is_q4(enum dn_tensor_type t)
+static bool is_exact(const struct dn_matrix *m, enum dn_tensor_type t, bool lined_up)
 {
-    return nearest(t) == DN_W_INT4;
+    switch (m->format) {
+    case DN_W_INT4:
+        return t == DN_TT_Q4_1 || t == DN_TT_Q4_0 || (t == DN_TT_I32 && m->scale_is_bf16);
+    case DN_W_INT8:
+        return t == DN_TT_Q8_0;
+    case DN_W_FP8:
+        return t == DN_TT_F8_E4M3 && lined_up;
+    default:
+        return t == DN_TT_BF16;
+    }
 }
 
-static bool is_exact(enum dn_tensor_type t, enum dn_weight_format f)
+/* The format of a matrix whose parts have the files' own types: the narrowest that holds all of them. */
+static enum dn_weight_format widest(const struct dn_weights_job *job)
 {
-    return (f == DN_W_INT4 && (t == DN_TT_Q4_0 || t == DN_TT_Q4_1)) || (f == DN_W_INT8 && t == DN_TT_Q8_0) ||
-           (f == DN_W_BF16 && t == DN_TT_BF16);
+    enum dn_weight_format f = nearest(job->part[0].from.values->type);
+    for (uint32_t i = 1; i < job->n_parts; i++) {
+        enum dn_weight_format g = nearest(job->part[i].from.values->type);
+        bool integers = (f == DN_W_INT4 || f == DN_W_INT8) && (g == DN_W_INT4 || g == DN_W_INT8);
+        if (f != g)
+            f = integers ? DN_W_INT8 : DN_W_BF16;
+    }
+    return f;
 }
 
-static void choose_format(struct jobs *jobs, struct job *job, int asked, bool is_vocab)
+/* Whether every part begins with a block of its own and of the matrix. */
+static bool lines_up(const struct dn_weights_job *job)
+{
+    for (uint32_t i = 0; i < job->n_parts; i++)
+        if (job->part[i].at_row % DN_CHUNK_ROWS != 0 || job->part[i].from_row % DN_CHUNK_ROWS != 0)
+            return false;
+    return true;
+}
+
+static bool all_of(const struct dn_weights_job *job, enum dn_tensor_type t)
+{
+    for (uint32_t i = 0; i < job->n_parts; i++)
+        if (job->part[i].from.values->type != t)
+            return false;
+    return true;
+}
+
+static void choose_format(struct list *l, struct dn_weights_job *job, enum kind kind)
 {
     struct dn_matrix *m = job->m;
-    m->format = asked == DN_WEIGHTS_AUTO ? DN_W_INT4 : (enum dn_weight_format)asked;
-    if (asked == DN_W_INT4 && is_vocab)
+    int asked = l->w->format;
+    m->format = asked == DN_WEIGHTS_AUTO ? widest(job) : (enum dn_weight_format)asked;
+    if (kind == KIND_VOCAB && asked == DN_W_INT4)
         m->format = DN_W_INT8;
-    m->symmetric = true;
-    for (int i = 0; i < job->n_parts; i++) {
-        enum dn_weight_format f = nearest(job->part[i]->type);
-        bool wider = f == DN_W_BF16 || (f == DN_W_INT8 && m->format == DN_W_INT4);
-        if (asked == DN_WEIGHTS_AUTO && wider)
-            m->format = f;
-        m->symmetric = m->symmetric && job->part[i]->type == DN_TT_Q4_0;
-    }
-    if ((m->format == DN_W_INT4 || m->format == DN_W_INT8) && m->n_in % INT_GROUP != 0) {
+    bool lined_up = m->format == DN_W_FP8 && lines_up(job);
+    if (kind == KIND_BF16) {
+        l->n_derived += m->format != DN_W_BF16;
         m->format = DN_W_BF16;
-        jobs->n_odd++;
     }
-    m->symmetric = m->symmetric && m->format == DN_W_INT4;
-    for (int i = 0; i < job->n_parts; i++)
-        if (!is_exact(job->part[i]->type, m->format))
-            jobs->n_lossy[job->part[i]->type][m->format]++;
+    if (asked == DN_WEIGHTS_AUTO && m->format == DN_W_FP8 && !lined_up) {
+        m->format = DN_W_BF16;
+        l->n_apart++;
+    }
+    if ((m->format == DN_W_INT4 || m->format == DN_W_INT8) && m->n_in % DN_INT_GROUP != 0) {
+        m->format = DN_W_BF16;
+        l->n_odd++;
+    }
+    if (m->format == DN_W_FP8 && m->n_groups > 1 && m->n_out % DN_CHUNK_ROWS != 0) {
+        m->format = DN_W_BF16;
+        l->n_group++;
+    }
+    bool packed = all_of(job, DN_TT_I32);
+    m->symmetric = m->format == DN_W_INT4 && (packed || all_of(job, DN_TT_Q4_0));
+    m->scale_is_bf16 = m->format == DN_W_INT4 && packed;
+    m->bytes = l->ops->matrix_bytes(m);
+    if (m->bytes == 0 && m->format == DN_W_INT4 && !packed) {
+        /* A backend may know experts only as checkpoints have them: our own rounding then goes without offsets, too. */
+        m->symmetric = m->scale_is_bf16 = true;
+        m->bytes = l->ops->matrix_bytes(m);
+    }
+    for (uint32_t i = 0; kind != KIND_BF16 && i < job->n_parts; i++)
+        if (!is_exact(m, job->part[i].from.values->type, lined_up))
+            l->n_lossy[job->part[i].from.values->type][m->format]++;
 }
 
 /* ---- The list of matrices ---------------------------------------------------------------------------------------- */
 
-static int add_job(struct jobs *jobs, const struct dn_kernels *ops, struct dn_weights *w, struct dn_matrix *m,
-                   const struct dn_tensor *const *part, int n_parts, bool is_vocab, struct dn_err *err)
+/* Takes the next job; its parts are the caller's to fill. */
+static struct dn_weights_job *new_job(struct list *l, struct dn_matrix *m, size_t n_parts)
 {
-    struct job job = {.m = m, .n_parts = n_parts};
-    uint64_t n_out = 0;
-    for (int i = 0; i < n_parts; i++) {
-        job.part[i] = part[i];
-        n_out += part[i]->dim[0];
-        jobs->file_bytes += part[i]->bytes;
-    }
-    if (n_out > UINT32_MAX || part[0]->dim[1] > UINT32_MAX)
-        return dn_err_set(err, DN_MODEL_FILE, "tensor \"%s\": %" PRIu64 " rows in its fused matrix are too many",
-                          part[0]->name, n_out);
-    *m = (struct dn_matrix){.n_out = (uint32_t)n_out, .n_in = (uint32_t)part[0]->dim[1]};
-    choose_format(jobs, &job, w->format, is_vocab);
-    m->bytes = ops->matrix_bytes(m);
+    struct dn_weights_jobs *jobs = &l->jobs;
+    if (jobs->n % 64 == 0)
+        jobs->job = dn_realloc(jobs->job, jobs->n + 64, sizeof *jobs->job);
+    struct dn_weights_job *job = &jobs->job[jobs->n++];
+    *job = (struct dn_weights_job){.m = m, .part = dn_alloc0(n_parts, sizeof *job->part)};
+    return job;
+}
+
+static void add_part(struct dn_weights_job *job, struct dn_linear from, uint64_t from_row, uint64_t n_rows)
+{
+    const struct dn_weights_part *last = job->n_parts ? &job->part[job->n_parts - 1] : NULL;
+    job->part[job->n_parts++] = (struct dn_weights_part){.from = from,
+                                                         .from_row = from_row,
+                                                         .at_row = last ? last->at_row + last->n_rows : 0,
+                                                         .n_rows = (uint32_t)n_rows};
+}
+
+/* Sizes, format and bytes of the last job's matrix; n_out of one group. */
+static int finish_job(struct list *l, uint64_t n_out, uint64_t n_in, uint64_t n_groups, enum kind kind,
+                      struct dn_err *err)
+{
+    struct dn_weights_job *job = &l->jobs.job[l->jobs.n - 1];
+    struct dn_matrix *m = job->m;
+    const char *name = job->part[0].from.values->name;
+    if (n_out * n_groups > UINT32_MAX || n_in > UINT32_MAX)
+        return dn_err_set(err, DN_MODEL_FILE, "tensor \"%s\": %" PRIu64 " rows in its fused matrix are too many", name,
+                          n_out * n_groups);
+    *m = (struct dn_matrix){.n_out = (uint32_t)n_out, .n_in = (uint32_t)n_in, .n_groups = (uint32_t)n_groups};
+    choose_format(l, job, kind);
+    if (m->bytes == 0 && n_groups > 1)
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "tensor \"%s\": %" PRIu32 " matrices of %" PRIu32 " x %" PRIu32
+                          " do not fit backend \"%s\" as %s",
+                          name, m->n_groups, m->n_out, m->n_in, l->ops->name, dn_weight_format_name(m->format));
     if (m->bytes == 0)
         return dn_err_set(err, DN_MODEL_FILE,
                           "tensor \"%s\": a matrix of %" PRIu32 " x %" PRIu32 " does not fit backend \"%s\" as %s",
-                          part[0]->name, m->n_out, m->n_in, ops->name, dn_weight_format_name(m->format));
-    w->bytes += m->bytes;
-    w->format_bytes[m->format] += m->bytes;
-    jobs->job[jobs->n++] = job;
+                          name, m->n_out, m->n_in, l->ops->name, dn_weight_format_name(m->format));
+    l->w->bytes += m->bytes;
+    l->w->format_bytes[m->format] += m->bytes;
+    for (uint32_t i = 0; i < job->n_parts; i++) {
+        const struct dn_linear *from = &job->part[i].from;
+        uint64_t rows = job->transposed ? n_in : job->part[i].n_rows;
+        l->jobs.file_bytes += rows * (from->values->bytes / from->n_out);
+    }
     return 0;
 }
 
-static int add_layer(struct jobs *jobs, const struct dn_kernels *ops, struct dn_weights *w, uint32_t l,
-                     struct dn_err *err)
+/* One matrix of up to three tensors of a layer. */
+static int add_roles(struct list *l, struct dn_matrix *m, uint32_t layer, const enum dn_tensor_role *role, int n,
+                     enum kind kind, struct dn_err *err)
 {
-    const struct dn_model *m = w->model;
-    struct dn_layer_weights *lw = &w->layer[l];
-    const struct dn_tensor *qkv[] = {dn_model_tensor(m, DN_T_Q, l), dn_model_tensor(m, DN_T_K, l),
-                                     dn_model_tensor(m, DN_T_V, l)};
-    const struct dn_tensor *o = dn_model_tensor(m, DN_T_O, l), *down = dn_model_tensor(m, DN_T_DOWN, l);
-    const struct dn_tensor *gate_up[] = {dn_model_tensor(m, DN_T_GATE, l), dn_model_tensor(m, DN_T_UP, l)};
-    int code = add_job(jobs, ops, w, &lw->qkv, qkv, 3, false, err);
+    struct dn_weights_job *job = new_job(l, m, (size_t)n);
+    uint64_t n_out = 0;
+    for (int i = 0; i < n; i++) {
+        struct dn_linear from = dn_model_linear(l->w->model, role[i], layer);
+        add_part(job, from, 0, from.n_out);
+        n_out += from.n_out;
+    }
+    return finish_job(l, n_out, job->part[0].from.n_in, 1, kind, err);
+}
+
+#define ROLES(...) (const enum dn_tensor_role[]){__VA_ARGS__}, sizeof((int[]){__VA_ARGS__}) / sizeof(int)
+
+static int add_dense_ffn(struct list *l, uint32_t layer, struct dn_err *err)
+{
+    struct dn_layer_weights *lw = &l->w->layer[layer];
+    int code = add_roles(l, &lw->gate_up, layer, ROLES(DN_T_GATE, DN_T_UP), KIND_LINEAR, err);
+    return code == 0 ? add_roles(l, &lw->down, layer, ROLES(DN_T_DOWN), KIND_LINEAR, err) : code;
+}
+
+/* Rows of kv_b are head by head, in a head keys | values; each of the three matrices takes its own. */
+static int add_latent(struct list *l, struct dn_matrix *m, uint32_t layer, bool values, bool transposed,
+                      struct dn_err *err)
+{
+    const struct dn_hyper *h = &l->w->model->hyper;
+    struct dn_linear from = dn_model_linear(l->w->model, DN_T_KV_B, layer);
+    uint32_t first = values ? h->nope_dim : 0, n = values ? h->v_dim : h->nope_dim, n_head = h->nope_dim + h->v_dim;
+    struct dn_weights_job *job = new_job(l, m, h->n_heads);
+    job->transposed = transposed;
+    for (uint32_t i = 0; i < h->n_heads; i++)
+        add_part(job, from, (uint64_t)i * n_head + first, transposed ? h->latent_dim : n);
+    return finish_job(l, transposed ? h->latent_dim : n, transposed ? n : h->latent_dim, h->n_heads, KIND_BF16, err);
+}
+
+static int add_mla(struct list *l, uint32_t layer, struct dn_err *err)
+{
+    struct dn_layer_weights *lw = &l->w->layer[layer];
+    int code = l->w->model->hyper.q_lora_dim > 0
+                   ? add_roles(l, &lw->kv_a, layer, ROLES(DN_T_Q_A, DN_T_KV_A), KIND_LINEAR, err)
+                   : add_roles(l, &lw->kv_a, layer, ROLES(DN_T_KV_A), KIND_LINEAR, err);
     if (code == 0)
-        code = add_job(jobs, ops, w, &lw->o, &o, 1, false, err);
+        code = l->w->model->hyper.q_lora_dim > 0 ? add_roles(l, &lw->q_b, layer, ROLES(DN_T_Q_B), KIND_LINEAR, err)
+                                                 : add_roles(l, &lw->q_b, layer, ROLES(DN_T_Q), KIND_LINEAR, err);
     if (code == 0)
-        code = add_job(jobs, ops, w, &lw->gate_up, gate_up, 2, false, err);
+        code = add_latent(l, &lw->w_kt, layer, false, true, err);
     if (code == 0)
-        code = add_job(jobs, ops, w, &lw->down, &down, 1, false, err);
+        code = add_latent(l, &lw->w_k, layer, false, false, err);
+    if (code == 0)
+        code = add_latent(l, &lw->w_v, layer, true, false, err);
+    return code;
+}
+
+static int add_experts(struct list *l, uint32_t layer, struct dn_err *err)
+{
+    const struct dn_model *m = l->w->model;
+    const struct dn_hyper *h = &m->hyper;
+    struct dn_layer_weights *lw = &l->w->layer[layer];
+    int code = add_roles(l, &lw->router, layer, ROLES(DN_T_ROUTER), KIND_BF16, err);
+    if (code != 0)
+        return code;
+    struct dn_weights_job *job = new_job(l, &lw->expert_gate_up, 2 * (size_t)h->n_experts);
+    for (uint32_t e = 0; e < h->n_experts; e++) {
+        add_part(job, dn_model_expert(m, layer, e, DN_EXPERT_GATE), 0, h->expert_ff);
+        add_part(job, dn_model_expert(m, layer, e, DN_EXPERT_UP), 0, h->expert_ff);
+    }
+    code = finish_job(l, 2 * (uint64_t)h->expert_ff, h->dim, h->n_experts, KIND_LINEAR, err);
+    if (code != 0)
+        return code;
+    job = new_job(l, &lw->expert_down, h->n_experts);
+    for (uint32_t e = 0; e < h->n_experts; e++)
+        add_part(job, dn_model_expert(m, layer, e, DN_EXPERT_DOWN), 0, h->dim);
+    code = finish_job(l, h->dim, h->expert_ff, h->n_experts, KIND_LINEAR, err);
+    if (code == 0 && h->shared_ff > 0)
+        code = add_roles(l, &lw->shared_gate_up, layer, ROLES(DN_T_SHARED_GATE, DN_T_SHARED_UP), KIND_LINEAR, err);
+    if (code == 0 && h->shared_ff > 0)
+        code = add_roles(l, &lw->shared_down, layer, ROLES(DN_T_SHARED_DOWN), KIND_LINEAR, err);
+    return code;
+}
+
+static int add_layer(struct list *l, uint32_t layer, struct dn_err *err)
+{
+    const struct dn_hyper *h = &l->w->model->hyper;
+    struct dn_layer_weights *lw = &l->w->layer[layer];
+    int code = h->latent_dim > 0 ? add_mla(l, layer, err)
+                                 : add_roles(l, &lw->qkv, layer, ROLES(DN_T_Q, DN_T_K, DN_T_V), KIND_LINEAR, err);
+    if (code == 0)
+        code = add_roles(l, &lw->o, layer, ROLES(DN_T_O), KIND_LINEAR, err);
+    if (code == 0)
+        code = dn_hyper_has_experts(h, layer) ? add_experts(l, layer, err) : add_dense_ffn(l, layer, err);
     return code;
 }
 
@@ -161,29 +306,44 @@ static void add_note(struct dn_weights *w, const char *text)
         w->note[w->n_notes++] = dn_strdup(text);
 }
 
-static void write_notes(struct dn_weights *w, const struct jobs *jobs)
+static const char *file_type_name(int t)
 {
+    return t == DN_TT_I32 ? "INT4" : dn_tensor_type_info((enum dn_tensor_type)t)->name;
+}
+
+static void note_lossy(struct list *l, int t, int f, struct dn_buf *b)
+{
+    uint32_t n = l->n_lossy[t][f];
+    bool rescaled = t == DN_TT_Q4_K && f == DN_W_INT4;
+    dn_buf_printf(b, "%" PRIu32 " tensor%s of type %s: %s %s%s", n, n == 1 ? "" : "s", file_type_name(t),
+                  rescaled ? "scales rounded to f16 for" : "rounded to",
+                  dn_weight_format_name((enum dn_weight_format)f), rescaled ? ", values exact" : "");
+}
+
+static void write_notes(struct list *l)
+{
+    const struct {
+        uint32_t n;
+        const char *why;
+    } kept[] = {{l->n_odd, "a width that is not a multiple of 32 has no integer format"},
+                {l->n_apart, "the FP8 blocks of their parts do not line up"},
+                {l->n_group, "experts whose rows are not a multiple of 128 have no fp8 format"},
+                {l->n_derived, "routers and projections from the latent are bf16 always"}};
     struct dn_buf b = {0};
     for (int t = 0; t < DN_TT_COUNT; t++) {
         for (int f = 0; f < DN_W_FORMATS; f++) {
-            uint32_t n = jobs->n_lossy[t][f];
-            if (n == 0)
-                continue;
             dn_buf_clear(&b);
-            bool rescaled = t == DN_TT_Q4_K && f == DN_W_INT4;
-            dn_buf_printf(&b, "%" PRIu32 " tensor%s of type %s: %s %s%s", n, n == 1 ? "" : "s",
-                          dn_tensor_type_info((enum dn_tensor_type)t)->name,
-                          rescaled ? "scales rounded to f16 for" : "rounded to",
-                          dn_weight_format_name((enum dn_weight_format)f), rescaled ? ", values exact" : "");
-            add_note(w, dn_buf_str(&b));
+            if (l->n_lossy[t][f] > 0) {
+                note_lossy(l, t, f, &b);
+                add_note(l->w, dn_buf_str(&b));
+            }
         }
     }
-    if (jobs->n_odd > 0) {
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) {
         dn_buf_clear(&b);
-        dn_buf_printf(&b,
-                      "%" PRIu32 " matri%s kept in bf16: a width that is not a multiple of 32 has no integer format",
-                      jobs->n_odd, jobs->n_odd == 1 ? "x" : "ces");
-        add_note(w, dn_buf_str(&b));
+        dn_buf_printf(&b, "%" PRIu32 " matri%s kept in bf16: %s", kept[i].n, kept[i].n == 1 ? "x" : "ces", kept[i].why);
+        if (kept[i].n > 0)
+            add_note(l->w, dn_buf_str(&b));
     }
     dn_buf_release(&b);
 }
@@ -191,200 +351,39 @@ static void write_notes(struct dn_weights *w, const struct jobs *jobs)
 static uint64_t vector_bytes(const struct dn_hyper *h)
 {
     uint64_t layer = 2 * (uint64_t)h->dim + (h->qk_norm ? 2 * (uint64_t)h->head_dim : 0) +
-                     (h->qkv_bias ? (h->n_heads + 2 * (uint64_t)h->n_kv_heads) * h->head_dim : 0);
-    return sizeof(float) * (layer * h->n_layers + h->dim);
+                     (h->qkv_bias ? (h->n_heads + 2 * (uint64_t)h->n_kv_heads) * h->head_dim : 0) + h->q_lora_dim +
+                     h->latent_dim;
+    uint64_t n = layer * h->n_layers + h->dim;
+    for (uint32_t l = 0; l < h->n_layers; l++)
+        n += dn_hyper_has_experts(h, l) ? h->n_experts : 0;
+    return sizeof(float) * n;
 }
 
 /* Sizes and formats of everything; nothing is allocated on the device yet. */
-static int list_jobs(struct dn_weights *w, struct jobs *jobs, const struct dn_kernels *ops, struct dn_err *err)
+static int list_jobs(struct list *l, struct dn_err *err)
 {
-    const struct dn_model *m = w->model;
-    w->layer = dn_alloc0(m->hyper.n_layers, sizeof *w->layer);
-    jobs->job = dn_alloc0(4 * (size_t)m->hyper.n_layers + 2, sizeof *jobs->job);
-    const struct dn_tensor *embed = dn_model_tensor(m, DN_T_EMBED, 0), *head = dn_model_tensor(m, DN_T_HEAD, 0);
-    int code = add_job(jobs, ops, w, &w->embed, &embed, 1, true, err);
+    struct dn_weights *w = l->w;
+    const struct dn_hyper *h = &w->model->hyper;
+    w->layer = dn_alloc0(h->n_layers, sizeof *w->layer);
+    int code = add_roles(l, &w->embed, 0, ROLES(DN_T_EMBED), KIND_VOCAB, err);
     w->head = &w->embed;
-    if (code == 0 && head != NULL) {
-        code = add_job(jobs, ops, w, &w->head_matrix, &head, 1, true, err);
+    if (code == 0 && !h->tied_head) {
+        code = add_roles(l, &w->head_matrix, 0, ROLES(DN_T_HEAD), KIND_VOCAB, err);
         w->head = &w->head_matrix;
     }
-    for (uint32_t l = 0; l < m->hyper.n_layers && code == 0; l++)
-        code = add_layer(jobs, ops, w, l, err);
-    w->bytes += vector_bytes(&m->hyper);
+    for (uint32_t layer = 0; layer < h->n_layers && code == 0; layer++)
+        code = add_layer(l, layer, err);
+    w->bytes += vector_bytes(h);
     if (code == 0)
-        write_notes(w, jobs);
+        write_notes(l);
     return code;
 }
 
-/* ---- Packing ----------------------------------------------------------------------------------------------------- */
-
-struct task {
-    uint32_t job, row0;
-};
-
-struct load {
-    struct dn_device *device;
-    const struct jobs *jobs;
-    struct task *task;
-    size_t n_tasks;
-    size_t scratch_bytes;
-    atomic_size_t next;
-    atomic_uint_fast64_t done_bytes;
-    atomic_int code; /* the first failure's */
-    const struct dn_weights_conf *conf;
-    uint64_t total_bytes;
-};
-
-/* Rows [row, row + n) of one tensor into f32 at out. */
-static void decode_f32(const struct dn_tensor *t, uint64_t row, uint32_t n, float *out)
+static void release_list(struct list *l)
 {
-    uint64_t n_in = t->dim[1], stride = dn_tensor_row_bytes(t->type, n_in);
-    for (uint32_t i = 0; i < n; i++)
-        dn_tensor_row_f32(t->type, t->data + (row + i) * stride, (size_t)n_in, out + (size_t)i * n_in);
-}
-
-/* Rows of a 4-bit tensor; false if a scale does not fit f16. */
-static bool decode_q4(const struct dn_tensor *t, uint64_t row, uint32_t n, bool symmetric, uint8_t *scratch,
-                      struct dn_rows *rows)
-{
-    size_t n_in = (size_t)t->dim[1], groups = n_in / INT_GROUP;
-    uint64_t stride = dn_tensor_row_bytes(t->type, n_in);
-    uint16_t *scale = (uint16_t *)(void *)(scratch + CHUNK_ROWS * n_in / 2), *offset = scale + CHUNK_ROWS * groups;
-    for (uint32_t i = 0; i < n; i++)
-        if (!dn_tensor_row_q4(t->type, t->data + (row + i) * stride, n_in, scratch + i * n_in / 2, scale + i * groups,
-                              offset + i * groups))
-            return false;
-    *rows = (struct dn_rows){.q4 = scratch, .scale16 = scale, .offset16 = symmetric ? NULL : offset};
-    return true;
-}
-
-static void decode_q8(const struct dn_tensor *t, uint64_t row, uint32_t n, uint8_t *scratch, struct dn_rows *rows)
-{
-    size_t n_in = (size_t)t->dim[1], groups = n_in / INT_GROUP;
-    uint64_t stride = dn_tensor_row_bytes(t->type, n_in);
-    int8_t *q8 = (int8_t *)scratch;
-    uint16_t *scale = (uint16_t *)(void *)(scratch + CHUNK_ROWS * n_in);
-    for (uint32_t i = 0; i < n; i++)
-        dn_tensor_row_q8(t->data + (row + i) * stride, n_in, q8 + i * n_in, scale + i * groups);
-    *rows = (struct dn_rows){.q8 = q8, .scale16 = scale};
-}
-
-/* Packs rows [row, row + n) of one tensor at row `at` of the matrix, in the form that loses least. */
-static int pack_rows(struct dn_device *d, struct dn_matrix *m, uint32_t at, const struct dn_tensor *t, uint64_t row,
-                     uint32_t n, uint8_t *scratch)
-{
-    struct dn_rows rows = {0};
-    bool done = false;
-    if (m->format == DN_W_INT4 && is_q4(t->type)) {
-        done = decode_q4(t, row, n, m->symmetric, scratch, &rows);
-    } else if (m->format == DN_W_INT8 && t->type == DN_TT_Q8_0) {
-        decode_q8(t, row, n, scratch, &rows);
-        done = true;
-    } else if (t->type == DN_TT_BF16 && m->format == DN_W_BF16) {
-        uint64_t stride = 2 * t->dim[1];
-        memcpy(scratch, t->data + row * stride, n * stride); /* aligns it, too */
-        rows.bf16 = (const uint16_t *)(const void *)scratch;
-        done = true;
-    }
-    if (!done) {
-        decode_f32(t, row, n, (float *)(void *)scratch);
-        rows = (struct dn_rows){.f32 = (const float *)(const void *)scratch};
-    }
-    return d->ops->matrix_pack(d, m, at, n, &rows);
-}
-
-/* One chunk of a matrix. FP8 shares a scale over 128 rows, whatever tensors they come from: those go through f32
- * together. */
-static int pack_chunk(struct load *load, const struct task *task, uint8_t *scratch, uint64_t *bytes)
-{
-    const struct job *job = &load->jobs->job[task->job];
-    struct dn_matrix *m = job->m;
-    uint32_t end = m->n_out - task->row0 < CHUNK_ROWS ? m->n_out : task->row0 + CHUNK_ROWS;
-    uint64_t begin = 0; /* of the part, in rows of the matrix */
-    float *gathered = (float *)(void *)scratch;
-    for (int i = 0; i < job->n_parts; i++) {
-        const struct dn_tensor *t = job->part[i];
-        uint64_t from = begin > task->row0 ? begin : task->row0, to = begin + t->dim[0] < end ? begin + t->dim[0] : end;
-        if (from < to) {
-            uint32_t n = (uint32_t)(to - from);
-            *bytes += n * dn_tensor_row_bytes(t->type, t->dim[1]);
-            if (m->format == DN_W_FP8) {
-                decode_f32(t, from - begin, n, gathered);
-                gathered += (size_t)n * m->n_in;
-            } else {
-                int code = pack_rows(load->device, m, (uint32_t)from, t, from - begin, n, scratch);
-                if (code != 0)
-                    return code;
-            }
-        }
-        begin += t->dim[0];
-    }
-    if (m->format != DN_W_FP8)
-        return 0;
-    struct dn_rows rows = {.f32 = (const float *)(const void *)scratch};
-    return load->device->ops->matrix_pack(load->device, m, task->row0, end - task->row0, &rows);
-}
-
-static void work(struct load *load, bool is_caller)
-{
-    uint8_t *scratch = dn_alloc(load->scratch_bytes);
-    size_t i;
-    while (atomic_load(&load->code) == 0 && (i = atomic_fetch_add(&load->next, 1)) < load->n_tasks) {
-        uint64_t bytes = 0;
-        int expected = 0, code = pack_chunk(load, &load->task[i], scratch, &bytes);
-        if (code != 0)
-            atomic_compare_exchange_strong(&load->code, &expected, code);
-        uint64_t done = atomic_fetch_add(&load->done_bytes, bytes) + bytes;
-        if (is_caller && load->conf->progress != NULL)
-            load->conf->progress(load->conf->progress_ctx, done, load->total_bytes);
-    }
-    free(scratch);
-}
-
-static void *work_thread(void *arg)
-{
-    work(arg, false);
-    return NULL;
-}
-
-static void list_tasks(struct load *load, const struct jobs *jobs)
-{
-    size_t n = 0;
-    for (size_t j = 0; j < jobs->n; j++)
-        n += ((size_t)jobs->job[j].m->n_out + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    load->task = dn_alloc0(n, sizeof *load->task);
-    for (size_t j = 0; j < jobs->n; j++) {
-        const struct dn_matrix *m = jobs->job[j].m;
-        size_t bytes = (size_t)CHUNK_ROWS * m->n_in * sizeof(float);
-        load->scratch_bytes = bytes > load->scratch_bytes ? bytes : load->scratch_bytes;
-        for (uint64_t row = 0; row < m->n_out; row += CHUNK_ROWS)
-            load->task[load->n_tasks++] = (struct task){(uint32_t)j, (uint32_t)row};
-    }
-}
-
-static int pack_all(struct dn_weights *w, const struct jobs *jobs, const struct dn_weights_conf *conf,
-                    struct dn_err *err)
-{
-    struct load load = {.device = w->device, .jobs = jobs, .conf = conf, .total_bytes = jobs->file_bytes};
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    unsigned n_threads = conf->n_threads ? conf->n_threads : cores > 0 ? (unsigned)cores : 1;
-    pthread_t thread[MAX_THREADS];
-    unsigned n_started = 0;
-    list_tasks(&load, jobs);
-    /* A thread that can't be had is no failure: the caller works through whatever is left. */
-    while (n_started + 1 < n_threads && n_started < MAX_THREADS &&
-           pthread_create(&thread[n_started], NULL, work_thread, &load) == 0)
-        n_started++;
-    work(&load, true);
-    for (unsigned i = 0; i < n_started; i++)
-        pthread_join(thread[i], NULL);
-    free(load.task);
-    int code = atomic_load(&load.code);
-    if (code != 0)
-        return dn_err_set(err, (enum dn_code) - code, "%s: packing the weights failed", w->model->path);
-    if (conf->progress != NULL)
-        conf->progress(conf->progress_ctx, load.total_bytes, load.total_bytes);
-    return 0;
+    for (size_t i = 0; i < l->jobs.n; i++)
+        free(l->jobs.job[i].part);
+    free(l->jobs.job);
 }
 
 /* ---- Vectors ----------------------------------------------------------------------------------------------------- */
@@ -424,6 +423,12 @@ static int upload_layer(struct dn_weights *w, uint32_t l, struct dn_err *err)
         code = upload_vector(w, DN_T_Q_NORM, l, &lw->q_norm, err);
     if (code == 0)
         code = upload_vector(w, DN_T_K_NORM, l, &lw->k_norm, err);
+    if (code == 0)
+        code = upload_vector(w, DN_T_Q_A_NORM, l, &lw->q_a_norm, err);
+    if (code == 0)
+        code = upload_vector(w, DN_T_KV_A_NORM, l, &lw->kv_norm, err);
+    if (code == 0)
+        code = upload_vector(w, DN_T_ROUTER_BIAS, l, &lw->router_bias, err);
     const struct dn_tensor *bias[] = {dn_model_tensor(m, DN_T_Q_BIAS, l), dn_model_tensor(m, DN_T_K_BIAS, l),
                                       dn_model_tensor(m, DN_T_V_BIAS, l)};
     if (code == 0 && bias[0] != NULL)
@@ -433,7 +438,7 @@ static int upload_layer(struct dn_weights *w, uint32_t l, struct dn_err *err)
 
 /* ---- Open and close ---------------------------------------------------------------------------------------------- */
 
-static int load_all(struct dn_weights *w, const struct jobs *jobs, const struct dn_weights_conf *conf,
+static int load_all(struct dn_weights *w, const struct dn_weights_jobs *jobs, const struct dn_weights_conf *conf,
                     struct dn_err *err)
 {
     struct dn_device *d = w->device;
@@ -448,19 +453,19 @@ static int load_all(struct dn_weights *w, const struct jobs *jobs, const struct 
     int code = upload_vector(w, DN_T_FINAL_NORM, 0, &w->final_norm, err);
     for (uint32_t l = 0; l < w->model->hyper.n_layers && code == 0; l++)
         code = upload_layer(w, l, err);
-    return code == 0 ? pack_all(w, jobs, conf, err) : code;
+    return code == 0 ? dn_weights_pack(w, jobs, conf, err) : code;
 }
 
 int dn_weights_open(struct dn_device *device, const struct dn_model *model, const struct dn_weights_conf *conf,
                     struct dn_weights **out, struct dn_err *err)
 {
     struct dn_weights *w = dn_alloc0(1, sizeof *w);
-    struct jobs jobs = {0};
+    struct list list = {.w = w, .ops = device->ops};
     *w = (struct dn_weights){.model = model, .device = device, .format = conf->format};
-    int code = list_jobs(w, &jobs, device->ops, err);
+    int code = list_jobs(&list, err);
     if (code == 0)
-        code = load_all(w, &jobs, conf, err);
-    free(jobs.job);
+        code = load_all(w, &list.jobs, conf, err);
+    release_list(&list);
     if (code != 0) {
         dn_weights_close(w);
         return code;
@@ -475,8 +480,28 @@ static void free_device(struct dn_weights *w)
     struct dn_device *d = w->device;
     for (uint32_t l = 0; w->layer != NULL && l < w->model->hyper.n_layers; l++) {
         struct dn_layer_weights *lw = &w->layer[l];
-        void *p[] = {lw->attn_norm, lw->ffn_norm, lw->qkv_bias,     lw->q_norm,   lw->k_norm,
-                     lw->qkv.data,  lw->o.data,   lw->gate_up.data, lw->down.data};
+        void *p[] = {lw->attn_norm,
+                     lw->ffn_norm,
+                     lw->qkv_bias,
+                     lw->q_norm,
+                     lw->k_norm,
+                     lw->q_a_norm,
+                     lw->kv_norm,
+                     lw->router_bias,
+                     lw->qkv.data,
+                     lw->o.data,
+                     lw->gate_up.data,
+                     lw->down.data,
+                     lw->kv_a.data,
+                     lw->q_b.data,
+                     lw->w_kt.data,
+                     lw->w_k.data,
+                     lw->w_v.data,
+                     lw->router.data,
+                     lw->expert_gate_up.data,
+                     lw->expert_down.data,
+                     lw->shared_gate_up.data,
+                     lw->shared_down.data};
         for (size_t i = 0; i < sizeof p / sizeof *p; i++)
             if (p[i] != NULL)
                 d->ops->free(d, p[i]);
@@ -508,9 +533,9 @@ int dn_weights_plan(const struct dn_kernels *ops, const struct dn_model *model, 
                     struct dn_err *err)
 {
     struct dn_weights w = {.model = model, .format = format};
-    struct jobs jobs = {0};
+    struct list list = {.w = &w, .ops = ops};
     struct dn_plan plan = {0};
-    int code = list_jobs(&w, &jobs, ops, err);
+    int code = list_jobs(&list, err);
     if (code == 0)
         code = dn_runner_sizes(model, ops->act_bytes, limits, context_tokens, &plan.activation_bytes, &plan.rope_bytes,
                                err);
@@ -518,7 +543,7 @@ int dn_weights_plan(const struct dn_kernels *ops, const struct dn_model *model, 
     memcpy(plan.weight_format_bytes, w.format_bytes, sizeof plan.weight_format_bytes);
     plan.kv_token_bytes[DN_KV_BF16] = dn_model_kv_bytes(model, false);
     plan.kv_token_bytes[DN_KV_FP8] = dn_model_kv_bytes(model, true);
-    free(jobs.job);
+    release_list(&list);
     free_host(&w);
     if (code == 0)
         *out = plan;

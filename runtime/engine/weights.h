@@ -19,10 +19,13 @@ enum { DN_WEIGHTS_AUTO = -1, DN_WEIGHTS_MAX_NOTES = 16 };
 
 /* AUTO takes for each matrix the nearest format that its file type fits:
  *   Q4_0, Q4_1 -> int4 and Q8_0 -> int8 exactly; BF16 -> bf16 exactly;
- *   Q4_K -> int4 with scales rounded to f16; Q6_K -> int8 (groups of 32); F16, F32 -> bf16, rounded: noted.
+ *   Q4_K -> int4 with scales rounded to f16; Q6_K -> int8 (groups of 32); F16, F32 -> bf16, rounded: noted;
+ *   safetensors' INT4 -> int4 exactly (symmetric, bf16 scales); F8_E4M3 -> fp8 exactly, or bf16 if the parts of a fused
+ *   matrix do not begin at blocks of 128 rows: noted.
  * A fused matrix (q|k|v, gate|up) takes the widest format of its parts. A format that is asked for by name goes for all
  * matrices, except that int4 leaves the embedding table and the head in int8: their error goes straight into the
- * logits. */
+ * logits. The router and MLA's projections from the latent (w_kt, w_k, w_v) are bf16 always: a wrong expert costs more
+ * than a coarse one, and the projections are small. */
 struct dn_weights_conf {
     int format;         /* enum dn_weight_format or DN_WEIGHTS_AUTO */
     unsigned n_threads; /* 0 = all cores */
@@ -37,8 +40,24 @@ struct dn_layer_weights {
     float *q_norm, *k_norm;      /* device f32 [head_dim] or NULL */
     struct dn_matrix qkv;        /* rows q | k | v */
     struct dn_matrix o;
-    struct dn_matrix gate_up; /* rows gate | up */
+    struct dn_matrix gate_up; /* rows gate | up; no data in a layer with experts */
     struct dn_matrix down;
+
+    /* MLA; of the matrices above it has o, gate_up and down. */
+    float *q_a_norm;       /* device f32 [q_lora_dim] or NULL */
+    float *kv_norm;        /* device f32 [latent_dim] */
+    struct dn_matrix kv_a; /* rows q_a | kv_a: q_lora_dim (perhaps 0) + latent_dim + rope_dim */
+    struct dn_matrix q_b;  /* [n_heads * head_dim][q_lora_dim], or [..][dim] if q_lora_dim is 0 */
+    struct dn_matrix w_kt; /* n_heads groups [latent_dim][nope_dim], for absorbed steps */
+    struct dn_matrix w_k;  /* n_heads groups [nope_dim][latent_dim] */
+    struct dn_matrix w_v;  /* n_heads groups [v_dim][latent_dim] */
+
+    /* Experts: no data in dense layers. */
+    float *router_bias; /* device f32 [n_experts] */
+    struct dn_matrix router;
+    struct dn_matrix expert_gate_up;              /* n_experts groups of rows gate | up */
+    struct dn_matrix expert_down;                 /* n_experts groups */
+    struct dn_matrix shared_gate_up, shared_down; /* no data without shared experts */
 };
 
 struct dn_weights {

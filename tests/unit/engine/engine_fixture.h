@@ -60,6 +60,7 @@ static inline void fixture_close(struct fixture *f)
 static inline void step_clear(struct fixture *f)
 {
     struct dn_step *s = dn_runner_arrays(f->runner);
+    s->kind = DN_STEP_PREFILL;
     s->n_tokens = s->n_seqs = s->n_rows = 0;
     s->token_start[0] = s->page_start[0] = 0;
 }

@@ -136,7 +136,7 @@ Test(model, what_the_forward_pass_does_not_know_is_refused_by_name)
     struct tiny_kind k = changed("gemma3", NULL);
     refused(&k, "", "config.json: architecture \"gemma3\" is not supported, expected one of llama, qwen2, qwen3");
     k = changed(NULL, "\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}");
-    refused(&k, "", "rope scaling \"yarn\" is not supported, expected default or llama3");
+    refused(&k, "", "rope scaling \"yarn\" is not supported for this architecture, expected default or llama3");
     k = changed(NULL, "\"rope_parameters\":{\"rope_type\":\"llama3\",\"rope_theta\":1e4,\"factor\":8.0}");
     refused(&k, "", "rope scaling llama3: \"low_freq_factor\" is missing");
     k = changed(NULL,

@@ -4,8 +4,6 @@
 
 #include <string.h>
 
-enum { ROWS = 96 /* of a unit: enough that loading a tile costs little against using it */ };
-
 const struct dn_attn_ops *dn_attn_ops(enum dn_isa isa)
 {
 #ifdef __x86_64__
@@ -15,6 +13,23 @@ const struct dn_attn_ops *dn_attn_ops(enum dn_isa isa)
         return &dn_attn_ops_avx2;
 #endif
     return &dn_attn_ops_portable;
+}
+
+size_t dn_attn_scratch_floats(const struct dn_attn_work *w, uint32_t rows)
+{
+    size_t tile = (size_t)w->key_dim + dn_attn_v_stride(w->padded_dim);
+    return (size_t)rows * (w->key_dim + DN_ATTN_TILE + 16) + tile * DN_ATTN_TILE;
+}
+
+float *dn_attn_scratch(struct dn_attn_work *w, uint32_t rows, float *scratch)
+{
+    float *q = scratch;
+    w->q = q;
+    w->kt = q + (size_t)rows * w->key_dim;
+    w->v = w->kt + (size_t)w->key_dim * DN_ATTN_TILE;
+    w->s = w->v + (size_t)dn_attn_v_stride(w->padded_dim) * DN_ATTN_TILE;
+    w->alpha = w->s + (size_t)rows * DN_ATTN_TILE;
+    return q;
 }
 
 /* Some tokens of a sequence, one KV head, and either all positions or one split of them. */
@@ -29,62 +44,39 @@ enum { ALL = UINT32_MAX };
 
 struct call {
     struct dn_cpu_device *d;
-    const struct dn_attention *p;
-    uint32_t group, padded, max_rows;
+    struct dn_attn_work work; /* what is the same for all items */
+    const float *q;
+    float *out;
+    uint32_t q_stride, n_heads, n_kv_heads;
+    uint32_t max_rows;
     size_t state_floats, thread_floats;
+    float *scratch; /* [threads][thread_floats] */
     struct item *item;
     float *parts;
 };
 
-static size_t state_floats(uint32_t rows, uint32_t padded)
-{
-    return (size_t)rows * (padded + 2);
-}
-
-static struct dn_attn_state state_at(float *at, uint32_t rows, uint32_t padded)
-{
-    return (struct dn_attn_state){.o = at, .max = at + (size_t)rows * padded, .sum = at + (size_t)rows * (padded + 1)};
-}
-
 /* Fills w for an item and copies its queries together, so that they lie densely in the cache. */
 static void work_init(const struct call *c, const struct item *it, float *scratch, struct dn_attn_work *w)
 {
-    const struct dn_attention *p = c->p;
     const struct dn_step *s = &c->d->step;
-    uint32_t dim = p->head_dim;
-    float *q = scratch;
-    scratch += (size_t)c->max_rows * c->padded;
-    *w = (struct dn_attn_work){.q = q,
-                               .n_tokens = it->n_tokens,
-                               .group = c->group,
-                               .head_dim = dim,
-                               .padded_dim = c->padded,
-                               .position = (uint32_t)s->position[it->token],
-                               .scale = p->scale,
-                               .layout = p->layout,
-                               .format = (enum dn_kv_format)s->kv_format[it->seq],
-                               .layer = p->layer,
-                               .kv_head = it->kv_head,
-                               .arena = p->arena,
-                               .page = s->page + s->page_start[it->seq]};
-    w->kt = scratch;
-    w->v = w->kt + (size_t)c->padded * DN_ATTN_TILE;
-    w->s = w->v + (size_t)c->padded * DN_ATTN_TILE;
-    w->alpha = w->s + (size_t)c->max_rows * DN_ATTN_TILE;
-    for (uint32_t t = 0; t < it->n_tokens; t++) {
-        const float *from =
-            (const float *)p->q + (size_t)(it->token + t) * p->q_stride + (size_t)it->kv_head * c->group * dim;
-        memcpy(q + (size_t)t * c->group * dim, from, (size_t)c->group * dim * sizeof *q);
-    }
+    *w = c->work;
+    float *q = dn_attn_scratch(w, c->max_rows, scratch);
+    w->n_tokens = it->n_tokens;
+    w->position = (uint32_t)s->position[it->token];
+    w->format = (enum dn_kv_format)s->kv_format[it->seq];
+    w->kv_head = it->kv_head;
+    w->page = s->page + s->page_start[it->seq];
+    size_t width = (size_t)w->group * w->key_dim;
+    for (uint32_t t = 0; t < it->n_tokens; t++)
+        memcpy(q + t * width, c->q + (size_t)(it->token + t) * c->q_stride + it->kv_head * width, width * sizeof *q);
 }
 
 static void write_out(const struct call *c, const struct item *it, const struct dn_attn_state *total)
 {
-    const struct dn_attention *p = c->p;
-    float *out = p->out;
-    for (uint32_t r = 0; r < it->n_tokens * c->group; r++) {
-        size_t token = it->token + r / c->group, head = it->kv_head * c->group + r % c->group;
-        c->d->attn->finish(total, r, p->head_dim, c->padded, out + (token * p->n_heads + head) * p->head_dim);
+    uint32_t group = c->work.group, dim = c->work.value_dim;
+    for (uint32_t r = 0; r < it->n_tokens * group; r++) {
+        size_t token = it->token + r / group, head = it->kv_head * group + r % group;
+        c->d->attn->finish(total, r, dim, c->work.padded_dim, c->out + (token * c->n_heads + head) * dim);
     }
 }
 
@@ -92,26 +84,27 @@ static void run_items(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct call *c = arg;
     const struct dn_attn_ops *ops = c->d->attn;
-    float *scratch = (float *)c->d->thread_scratch.data + part * c->thread_floats;
+    uint32_t group = c->work.group, padded = c->work.padded_dim;
+    float *scratch = c->scratch + part * c->thread_floats;
     float *states = scratch + c->thread_floats - 2 * c->state_floats;
     for (size_t i = begin; i < end; i++) {
         const struct item *it = c->item + i;
         struct dn_attn_work w;
-        uint32_t rows = it->n_tokens * c->group;
+        uint32_t rows = it->n_tokens * group;
         work_init(c, it, scratch, &w);
         if (it->split != ALL) {
-            size_t at = it->part + it->split / DN_ATTN_SPLIT * state_floats(rows, c->padded);
-            struct dn_attn_state state = state_at(c->parts + at, rows, c->padded);
+            size_t at = it->part + it->split / DN_ATTN_SPLIT * dn_attn_state_floats(rows, padded);
+            struct dn_attn_state state = dn_attn_state_at(c->parts + at, rows, padded);
             ops->split(&w, it->split, &state);
             continue;
         }
-        struct dn_attn_state total = state_at(states, rows, c->padded);
-        struct dn_attn_state next = state_at(states + c->state_floats, rows, c->padded);
+        struct dn_attn_state total = dn_attn_state_at(states, rows, padded);
+        struct dn_attn_state next = dn_attn_state_at(states + c->state_floats, rows, padded);
         ops->split(&w, 0, &total);
         for (uint32_t n = 1; n < it->n_splits; n++) {
             uint32_t at = n * DN_ATTN_SPLIT, first = at > w.position ? at - w.position : 0;
             ops->split(&w, at, &next);
-            ops->merge(&total, &next, first * c->group, rows, c->padded);
+            ops->merge(&total, &next, first * group, rows, padded);
         }
         write_out(c, it, &total);
     }
@@ -121,17 +114,18 @@ static void run_items(void *arg, size_t begin, size_t end, unsigned part)
 static void merge_items(void *arg, size_t begin, size_t end, unsigned part)
 {
     const struct call *c = arg;
+    uint32_t group = c->work.group, padded = c->work.padded_dim;
     for (size_t i = begin; i < end; i++) {
         const struct item *it = c->item + i;
         if (it->split != 0)
             continue;
-        uint32_t rows = it->n_tokens * c->group, position = (uint32_t)c->d->step.position[it->token];
-        struct dn_attn_state total = state_at(c->parts + it->part, rows, c->padded);
+        uint32_t rows = it->n_tokens * group, position = (uint32_t)c->d->step.position[it->token];
+        struct dn_attn_state total = dn_attn_state_at(c->parts + it->part, rows, padded);
         for (uint32_t n = 1; n < it->n_splits; n++) {
             uint32_t at = n * DN_ATTN_SPLIT, first = at > position ? at - position : 0;
             struct dn_attn_state next =
-                state_at(c->parts + it->part + n * state_floats(rows, c->padded), rows, c->padded);
-            c->d->attn->merge(&total, &next, first * c->group, rows, c->padded);
+                dn_attn_state_at(c->parts + it->part + n * dn_attn_state_floats(rows, padded), rows, padded);
+            c->d->attn->merge(&total, &next, first * group, rows, padded);
         }
         write_out(c, it, &total);
     }
@@ -142,12 +136,18 @@ static uint32_t split_count(const struct dn_step *s, uint32_t last_token)
     return (uint32_t)s->position[last_token] / DN_ATTN_SPLIT + 1;
 }
 
+/* Tokens of an item, at most. */
+static uint32_t item_tokens(const struct call *c)
+{
+    return c->work.group < DN_ATTN_ROWS ? DN_ATTN_ROWS / c->work.group : 1;
+}
+
 /* Cuts the step into items, later tokens first because they take longest. With `spread`, splits become items of their
  * own. Returns the number of items; `items` and `parts` may be NULL to count first. */
 static size_t cut(const struct call *c, bool spread, struct item *items, size_t *part_floats)
 {
     const struct dn_step *s = &c->d->step;
-    uint32_t tokens = c->group < ROWS ? ROWS / c->group : 1;
+    uint32_t tokens = item_tokens(c);
     size_t n = 0, floats = 0;
     for (uint32_t q = 0; q < s->n_seqs; q++) {
         uint32_t begin = (uint32_t)s->token_start[q], end = (uint32_t)s->token_start[q + 1];
@@ -156,7 +156,7 @@ static size_t cut(const struct call *c, bool spread, struct item *items, size_t 
         while (end > begin) {
             uint32_t m = end - begin < tokens ? end - begin : tokens, n_splits = split_count(s, end - 1);
             end -= m;
-            for (uint32_t h = 0; h < c->p->n_kv_heads; h++) {
+            for (uint32_t h = 0; h < c->n_kv_heads; h++) {
                 struct item it = {q, end, m, h, ALL, n_splits, floats};
                 if (!spread || n_splits == 1) {
                     if (items)
@@ -169,7 +169,7 @@ static size_t cut(const struct call *c, bool spread, struct item *items, size_t 
                     if (items)
                         items[n] = it;
                 }
-                floats += n_splits * state_floats(m * c->group, c->padded);
+                floats += n_splits * dn_attn_state_floats(m * c->work.group, c->work.padded_dim);
             }
         }
     }
@@ -177,7 +177,7 @@ static size_t cut(const struct call *c, bool spread, struct item *items, size_t 
     return n;
 }
 
-static void check_pages(const struct dn_step *s, const struct dn_kv_layout *l)
+void dn_cpu_check_pages(const struct dn_step *s, const struct dn_kv_layout *l)
 {
     for (uint32_t q = 0; q < s->n_seqs; q++) {
         uint64_t n = (uint64_t)(s->page_start[q + 1] - s->page_start[q]);
@@ -185,37 +185,104 @@ static void check_pages(const struct dn_step *s, const struct dn_kv_layout *l)
     }
 }
 
+void dn_cpu_zero_bad(const struct dn_step *s, float *out, size_t width)
+{
+    for (uint32_t q = 0; q < s->n_seqs; q++) {
+        if (s->bad[q])
+            memset(out + (size_t)s->token_start[q] * width, 0,
+                   (size_t)(s->token_start[q + 1] - s->token_start[q]) * width * sizeof *out);
+    }
+}
+
+/* Few units would leave threads idle, so long contexts are spread over them. The result is the same. */
+static bool wants_spread(unsigned n_threads, size_t n_items)
+{
+    return n_threads > 1 && n_items < 4 * (size_t)n_threads;
+}
+
+/* Scratch at the limits: items of a token and head each if groups are wide; spread, at most 4 a thread before, each
+ * with all splits of the longest sequence. */
+static void take_limits(struct call *c, unsigned n_threads)
+{
+    const struct dn_step_limits *l = &c->d->limits;
+    size_t n_items = ((size_t)l->tokens / item_tokens(c) + l->seqs) * c->n_kv_heads, few = 4 * (size_t)n_threads;
+    size_t n_splits = (size_t)l->pages * c->work.layout->page_tokens / DN_ATTN_SPLIT + 1;
+    few = few < n_items ? few : n_items;
+    size_t spread = wants_spread(n_threads, 0) ? few * n_splits : 0;
+    dn_cpu_take(c->d, DN_SCRATCH_ITEMS, 0, (n_items > spread ? n_items : spread) * sizeof(struct item));
+    dn_cpu_take(c->d, DN_SCRATCH_PARTS, 0,
+                spread * dn_attn_state_floats(c->max_rows, c->work.padded_dim) * sizeof(float));
+}
+
+static void run(struct call *c)
+{
+    struct dn_cpu_device *d = c->d;
+    const struct dn_step *s = &d->step;
+    struct dn_attn_work *w = &c->work;
+    dn_cpu_check_pages(s, w->layout);
+    w->padded_dim = (w->value_dim + DN_ATTN_PAD - 1) / DN_ATTN_PAD * DN_ATTN_PAD;
+    c->max_rows = w->group > DN_ATTN_ROWS ? w->group : DN_ATTN_ROWS;
+    c->state_floats = (dn_attn_state_floats(c->max_rows, w->padded_dim) + 15) & ~(size_t)15;
+    c->thread_floats = ((dn_attn_scratch_floats(w, c->max_rows) + 15) & ~(size_t)15) + 2 * c->state_floats;
+    unsigned n_threads = dn_threads_count(d->exec.threads);
+    size_t bytes = n_threads * c->thread_floats * sizeof(float);
+    c->scratch = dn_cpu_take(d, DN_SCRATCH_THREAD, bytes, bytes);
+    if (d->measuring) {
+        take_limits(c, n_threads);
+        return;
+    }
+    size_t floats, n = cut(c, false, NULL, &floats);
+    bool spread = wants_spread(n_threads, n);
+    if (spread)
+        n = cut(c, true, NULL, &floats);
+    c->item = dn_cpu_take(d, DN_SCRATCH_ITEMS, n * sizeof(struct item), 0);
+    c->parts = dn_cpu_take(d, DN_SCRATCH_PARTS, floats * sizeof(float), 0);
+    cut(c, spread, c->item, &floats);
+    dn_cpu_zero_bad(s, c->out, (size_t)c->n_heads * w->value_dim);
+    dn_threads_for(d->exec.threads, n, 1, run_items, c);
+    if (floats)
+        dn_threads_for(d->exec.threads, n, 1, merge_items, c);
+}
+
 void dn_cpu_attention(struct dn_device *device, const struct dn_attention *p)
 {
-    struct dn_cpu_device *d = dn_cpu(device);
-    const struct dn_step *s = &d->step;
     DN_BUG_ON(p->n_kv_heads == 0 || p->n_heads % p->n_kv_heads != 0 || p->layer >= p->layout->n_layers ||
-              p->n_kv_heads != p->layout->n_kv_heads || p->head_dim != p->layout->head_dim);
-    check_pages(s, p->layout);
-    struct call c = {.d = d, .p = p, .group = p->n_heads / p->n_kv_heads};
-    c.padded = (p->head_dim + DN_ATTN_PAD - 1) / DN_ATTN_PAD * DN_ATTN_PAD;
-    c.max_rows = c.group > ROWS ? c.group : ROWS;
-    c.state_floats = (state_floats(c.max_rows, c.padded) + 15) & ~(size_t)15;
-    c.thread_floats =
-        (size_t)c.max_rows * (c.padded + DN_ATTN_TILE + 16) + 2 * (size_t)c.padded * DN_ATTN_TILE + 2 * c.state_floats;
-    unsigned n_threads = dn_threads_count(d->exec.threads);
-    dn_cpu_scratch(&d->thread_scratch, n_threads * c.thread_floats * sizeof(float));
+              p->n_kv_heads != p->layout->n_kv_heads || p->head_dim != p->layout->head_dim || p->layout->latent_dim);
+    struct call c = {.d = dn_cpu(device),
+                     .work = {.source = DN_ATTN_GQA,
+                              .group = p->n_heads / p->n_kv_heads,
+                              .key_dim = p->head_dim,
+                              .value_dim = p->head_dim,
+                              .scale = p->scale,
+                              .layout = p->layout,
+                              .layer = p->layer,
+                              .arena = p->arena},
+                     .q = p->q,
+                     .out = p->out,
+                     .q_stride = p->q_stride,
+                     .n_heads = p->n_heads,
+                     .n_kv_heads = p->n_kv_heads};
+    run(&c);
+}
 
-    size_t floats, n = cut(&c, false, NULL, &floats);
-    /* Few units would leave threads idle, so long contexts are spread over them. The result is the same. */
-    bool spread = n_threads > 1 && n < 4 * (size_t)n_threads;
-    if (spread)
-        n = cut(&c, true, NULL, &floats);
-    c.item = dn_cpu_scratch(&d->attn_items, n * sizeof(struct item));
-    c.parts = dn_cpu_scratch(&d->attn_parts, floats * sizeof(float));
-    cut(&c, spread, c.item, &floats);
-    for (uint32_t q = 0; q < s->n_seqs; q++) {
-        size_t width = (size_t)p->n_heads * p->head_dim;
-        if (s->bad[q])
-            memset((float *)p->out + (size_t)s->token_start[q] * width, 0,
-                   (size_t)(s->token_start[q + 1] - s->token_start[q]) * width * sizeof(float));
-    }
-    dn_threads_for(d->exec.threads, n, 1, run_items, &c);
-    if (floats)
-        dn_threads_for(d->exec.threads, n, 1, merge_items, &c);
+void dn_cpu_mla_attention(struct dn_device *device, const struct dn_mla_attention *p)
+{
+    DN_BUG_ON(p->n_heads == 0 || p->layer >= p->layout->n_layers || p->latent_dim != p->layout->latent_dim ||
+              p->rope_dim != p->layout->rope_dim || p->latent_dim == 0);
+    struct call c = {.d = dn_cpu(device),
+                     .work = {.source = DN_ATTN_MLA,
+                              .group = p->n_heads,
+                              .key_dim = p->latent_dim + p->rope_dim,
+                              .rope_dim = p->rope_dim,
+                              .value_dim = p->latent_dim,
+                              .scale = p->scale,
+                              .layout = p->layout,
+                              .layer = p->layer,
+                              .arena = p->arena},
+                     .q = p->q,
+                     .out = p->out,
+                     .q_stride = p->n_heads * (p->latent_dim + p->rope_dim),
+                     .n_heads = p->n_heads,
+                     .n_kv_heads = 1};
+    run(&c);
 }

@@ -74,6 +74,23 @@ static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
     }
 }
 
+static void keys_f32(float *kt, const float *k, size_t stride, uint32_t dim)
+{
+    for (uint32_t d = 0; d < dim; d += 16) {
+        uint32_t n = dim - d < 16 ? dim - d : 16;
+        __mmask16 mask = (__mmask16)(0xffffu >> (16 - n));
+        __m512i r[16];
+        for (uint32_t i = 0; i < 16; i++)
+            r[i] = _mm512_maskz_loadu_epi32(mask, k + i * stride + d);
+        transpose_words(r);
+#pragma GCC unroll 16
+        for (uint32_t j = 0; j < 16; j++) {
+            if (j < n)
+                _mm512_storeu_si512(kt + (d + j) * TILE, r[j]);
+        }
+    }
+}
+
 /* Byte order for fp8_decode(): out[b] takes byte b of every word (keys after the transposition). */
 INLINE __m512i order_words(void)
 {
@@ -145,6 +162,25 @@ static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
     }
 }
 
+static void keys_f32(float *kt, const float *k, size_t stride, uint32_t dim)
+{
+    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += 8 * stride) {
+        uint32_t d = 0;
+        for (; d + 8 <= dim; d += 8) {
+            __m256i r[8];
+            for (uint32_t i = 0; i < 8; i++)
+                r[i] = _mm256_loadu_si256((const __m256i *)(k + i * stride + d));
+            transpose_words(r);
+            for (uint32_t j = 0; j < 8; j++)
+                _mm256_storeu_si256((__m256i *)(kt + (d + j) * TILE), r[j]);
+        }
+        for (; d < dim; d++) {
+            for (uint32_t i = 0; i < 8; i++)
+                kt[d * TILE + i] = k[i * stride + d];
+        }
+    }
+}
+
 INLINE __m256 fp8_top(__m256i x)
 {
     __m256i magnitude = _mm256_and_si256(_mm256_srli_epi32(x, 4), _mm256_set1_epi32(0x07f00000));
@@ -191,11 +227,19 @@ static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
             kt[d * TILE + i] = fp8_value(k[(size_t)i * dim + d]);
     }
 }
+
+static void keys_f32(float *kt, const float *k, size_t stride, uint32_t dim)
+{
+    for (uint32_t d = 0; d < dim; d++) {
+        for (uint32_t i = 0; i < BLOCK; i++)
+            kt[d * TILE + i] = k[i * stride + d];
+    }
+}
 #endif
 
-static void values_bf16(float *v, const uint16_t *x, uint32_t n, uint32_t dim, uint32_t padded)
+static void values_bf16(float *v, const uint16_t *x, uint32_t n, uint32_t dim, uint32_t padded, uint32_t stride)
 {
-    for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
+    for (uint32_t i = 0; i < n; i++, v += stride, x += dim) {
         uint32_t d = 0;
         for (; d + VW <= dim; d += VW)
             v_store(v + d, v_load_bf16(x + d));
@@ -206,11 +250,11 @@ static void values_bf16(float *v, const uint16_t *x, uint32_t n, uint32_t dim, u
     }
 }
 
-static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uint32_t padded)
+static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uint32_t padded, uint32_t stride)
 {
 #if defined(__AVX512VBMI__)
     struct fp8_table table = fp8_table();
-    for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
+    for (uint32_t i = 0; i < n; i++, v += stride, x += dim) {
         for (uint32_t d = 0; d < dim; d += 64) {
             vf y[4];
             fp8_decode_in_turn(&table, x + d, dim - d < 64 ? dim - d : 64, y);
@@ -222,7 +266,7 @@ static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uin
         }
     }
 #else
-    for (uint32_t i = 0; i < n; i++, v += padded, x += dim) {
+    for (uint32_t i = 0; i < n; i++, v += stride, x += dim) {
         uint32_t d = 0;
         for (; d + VW <= dim; d += VW)
             v_store(v + d, v_load_fp8(x + d));
@@ -234,11 +278,35 @@ static void values_fp8(float *v, const uint8_t *x, uint32_t n, uint32_t dim, uin
 #endif
 }
 
+static void values_f32(float *v, const float *x, size_t x_stride, uint32_t n, uint32_t dim, uint32_t padded,
+                       uint32_t stride)
+{
+    for (uint32_t i = 0; i < n; i++, v += stride, x += x_stride) {
+        memcpy(v, x, dim * sizeof *v);
+        memset(v + dim, 0, (padded - dim) * sizeof *v);
+    }
+}
+
 /* A tile as it was loaded. */
 struct tile {
-    float k_scale[TILE], v_scale[TILE]; /* FP8 */
+    bool is_scaled; /* FP8 */
+    float k_scale[TILE], v_scale[TILE];
     const uint8_t *value[TILE / BLOCK]; /* V of each block, in its page */
 };
+
+/* The layer's part of the page of `position`. */
+INLINE const uint8_t *layer_at(const struct dn_attn_work *w, uint32_t position)
+{
+    const struct dn_kv_layout *l = w->layout;
+    return w->arena + dn_kv_page_offset(l, w->format, w->page[position / l->page_tokens]) +
+           (uint64_t)w->layer * l->format[w->format].layer_bytes;
+}
+
+static void prefetch(const uint8_t *p, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(p + i, 0, 2);
+}
 
 /* Asks for the keys and values of the block at `position`. A page holds a head's keys in one short run (2 KB at 16
  * tokens of 64 values), too short for the processor to see the stream by itself: 10 to 30 % of the time at 16,384
@@ -246,63 +314,83 @@ struct tile {
 static void prefetch_block(const struct dn_attn_work *w, uint32_t position)
 {
     const struct dn_kv_layout *l = w->layout;
-    size_t bytes = (size_t)w->head_dim * (w->format == DN_KV_FP8 ? 1 : 2);
-    const uint8_t *k = w->arena + dn_kv_page_offset(l, w->format, w->page[position / l->page_tokens]) +
-                       (uint64_t)w->layer * l->format[w->format].layer_bytes +
-                       ((size_t)w->kv_head * l->page_tokens + position % l->page_tokens) * bytes;
-    const uint8_t *v = k + l->format[w->format].v_offset;
-    for (size_t i = 0; i < BLOCK * bytes; i += 64) {
-        __builtin_prefetch(k + i, 0, 2);
-        __builtin_prefetch(v + i, 0, 2);
+    size_t bytes = (size_t)w->value_dim * (w->format == DN_KV_FP8 ? 1 : 2);
+    const uint8_t *first = layer_at(w, position), *second = first + l->format[w->format].v_offset;
+    size_t token = (size_t)w->kv_head * l->page_tokens + position % l->page_tokens;
+    if (w->source == DN_ATTN_GQA)
+        prefetch(second + token * bytes, BLOCK * bytes);
+    else
+        prefetch(second + token * w->rope_dim * 2, (size_t)BLOCK * w->rope_dim * 2);
+    if (w->source != DN_ATTN_EXPANDED)
+        prefetch(first + token * bytes, BLOCK * bytes);
+}
+
+/* A block of BLOCK keys and m values: keys to kt, values to v (NULL: only their address is kept). Of MLA both are the
+ * latents. */
+static void load_block(const struct dn_attn_work *w, uint32_t at, uint32_t m, float *kt, float *v, struct tile *tile,
+                       uint32_t b)
+{
+    const struct dn_kv_layout *l = w->layout;
+    const uint8_t *layer = layer_at(w, at), *second = layer + l->format[w->format].v_offset;
+    uint32_t dim = w->value_dim, stride = dn_attn_v_stride(w->padded_dim);
+    size_t token = (size_t)w->kv_head * l->page_tokens + at % l->page_tokens;
+    if (w->source == DN_ATTN_MLA)
+        keys_bf16(kt + (size_t)dim * TILE, (const uint16_t *)second + token * w->rope_dim, w->rope_dim);
+    if (w->format == DN_KV_FP8) {
+        const uint8_t *k = layer + token * dim, *value = w->source == DN_ATTN_GQA ? second + token * dim : k;
+        size_t k_scale = l->format[DN_KV_FP8].k_scale_offset, v_scale = l->format[DN_KV_FP8].v_scale_offset;
+        tile->value[b / BLOCK] = value;
+        keys_fp8(kt, k, dim);
+        if (v)
+            values_fp8(v, value, m, dim, w->padded_dim, stride);
+        memcpy(tile->k_scale + b, layer + k_scale + token * sizeof(float), BLOCK * sizeof(float));
+        memcpy(tile->v_scale + b, layer + (w->source == DN_ATTN_GQA ? v_scale : k_scale) + token * sizeof(float),
+               BLOCK * sizeof(float));
+    } else {
+        const uint16_t *k = (const uint16_t *)layer + token * dim;
+        const uint16_t *value = w->source == DN_ATTN_GQA ? (const uint16_t *)second + token * dim : k;
+        tile->value[b / BLOCK] = (const uint8_t *)value;
+        keys_bf16(kt, k, dim);
+        if (v)
+            values_bf16(v, value, m, dim, w->padded_dim, stride);
     }
 }
 
-/* Loads positions [at, at + n): keys into w->kt, values into w->v or only their addresses. Keys come in whole blocks:
- * what lies behind n in the last one is stale and masked. */
-static void load_tile(const struct dn_attn_work *w, uint32_t at, uint32_t n, bool with_values, struct tile *tile)
+/* The same of expanded ones, `row` rows behind the split's begin. */
+static void load_expanded(const struct dn_attn_work *w, uint32_t at, uint32_t row, uint32_t m, float *kt, float *v)
 {
     const struct dn_kv_layout *l = w->layout;
-    uint32_t dim = w->head_dim;
-    uint64_t layer_bytes = (uint64_t)w->layer * l->format[w->format].layer_bytes;
+    uint32_t dim = w->key_dim - w->rope_dim;
+    const uint16_t *rope = (const uint16_t *)(layer_at(w, at) + l->format[w->format].v_offset);
+    keys_f32(kt, w->k_row + row * w->k_stride, w->k_stride, dim);
+    keys_bf16(kt + (size_t)dim * TILE, rope + (size_t)(at % l->page_tokens) * w->rope_dim, w->rope_dim);
+    values_f32(v, w->v_row + row * w->v_stride, w->v_stride, m, w->value_dim, w->padded_dim,
+               dn_attn_v_stride(w->padded_dim));
+}
+
+/* Loads positions [at, at + n) of the split at `begin`: keys into w->kt, values into w->v or only their addresses. Keys
+ * come in whole blocks: what lies behind n in the last one is stale and masked. */
+static void load_tile(const struct dn_attn_work *w, uint32_t begin, uint32_t at, uint32_t n, bool with_values,
+                      struct tile *tile)
+{
+    tile->is_scaled = w->source != DN_ATTN_EXPANDED && w->format == DN_KV_FP8;
     for (uint32_t b = 0; b < n; b += BLOCK) {
-        uint32_t page = w->page[(at + b) / l->page_tokens];
-        const uint8_t *layer = w->arena + dn_kv_page_offset(l, w->format, page) + layer_bytes;
-        size_t token = (size_t)w->kv_head * l->page_tokens + (at + b) % l->page_tokens;
         uint32_t m = n - b < BLOCK ? n - b : BLOCK;
-        float *v = w->v + (size_t)b * w->padded_dim;
-        if (w->format == DN_KV_FP8) {
-            const uint8_t *value = layer + l->format[DN_KV_FP8].v_offset + token * dim;
-            tile->value[b / BLOCK] = value;
-            keys_fp8(w->kt + b, layer + token * dim, dim);
-            if (with_values)
-                values_fp8(v, value, m, dim, w->padded_dim);
-            memcpy(tile->k_scale + b, layer + l->format[DN_KV_FP8].k_scale_offset + token * sizeof(float),
-                   BLOCK * sizeof(float));
-            memcpy(tile->v_scale + b, layer + l->format[DN_KV_FP8].v_scale_offset + token * sizeof(float),
-                   BLOCK * sizeof(float));
-        } else {
-            const uint16_t *value = (const uint16_t *)(layer + l->format[DN_KV_BF16].v_offset) + token * dim;
-            tile->value[b / BLOCK] = (const uint8_t *)value;
-            keys_bf16(w->kt + b, (const uint16_t *)layer + token * dim, dim);
-            if (with_values)
-                values_bf16(v, value, m, dim, w->padded_dim);
-        }
+        float *v = w->v + (size_t)b * dn_attn_v_stride(w->padded_dim);
+        if (w->source == DN_ATTN_EXPANDED)
+            load_expanded(w, at + b, at + b - begin, m, w->kt + b, v);
+        else
+            load_block(w, at + b, m, w->kt + b, with_values ? v : NULL, tile, b);
     }
 }
 
 /* ---- Products ---- */
 
-/* s[m][0..nv) = q[m] . keys, vectors of positions from kt on */
-INLINE void score_tile(int mr, int nv, const float *q, uint32_t dim, const float *kt, float *s)
+/* acc[m][n] += q[m] . keys over values [from, to) */
+INLINE void score_range(int mr, int nv, const float *q, uint32_t dim, uint32_t from, uint32_t to, const float *kt,
+                        vf acc[MR][NV])
 {
-    vf acc[MR][NV];
-#pragma GCC unroll 8
-    for (int m = 0; m < mr; m++) {
-#pragma GCC unroll 4
-        for (int n = 0; n < nv; n++)
-            acc[m][n] = v_zero();
-    }
-    for (uint32_t d = 0; d < dim; d++) {
+    for (uint32_t d = from; d < to; d++) {
         vf k[NV];
 #pragma GCC unroll 4
         for (int n = 0; n < nv; n++)
@@ -314,6 +402,30 @@ INLINE void score_tile(int mr, int nv, const float *q, uint32_t dim, const float
             for (int n = 0; n < nv; n++)
                 acc[m][n] = v_fma(x, k[n], acc[m][n]);
         }
+    }
+}
+
+/* s[m][0..nv) = q[m] . keys, vectors of positions from kt on. With k_scale, the sum over the first `scaled` values
+ * times each position's scale before the rest (the rope key) comes on top. */
+INLINE void score_tile(int mr, int nv, const float *q, uint32_t dim, const float *kt, uint32_t scaled,
+                       const float *k_scale, float *s)
+{
+    vf acc[MR][NV];
+#pragma GCC unroll 8
+    for (int m = 0; m < mr; m++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            acc[m][n] = v_zero();
+    }
+    score_range(mr, nv, q, dim, 0, scaled, kt, acc);
+    if (k_scale) {
+#pragma GCC unroll 8
+        for (int m = 0; m < mr; m++) {
+#pragma GCC unroll 4
+            for (int n = 0; n < nv; n++)
+                acc[m][n] = acc[m][n] * v_load(k_scale + n * VW);
+        }
+        score_range(mr, nv, q, dim, scaled, dim, kt, acc);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < mr; m++) {
@@ -427,15 +539,19 @@ INLINE void value_fp8(int mr, int nv, const float *p, const float *alpha, const 
     } while (0)
 
 #define MAX_ROWS MR
-static void scores(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows, uint32_t columns)
+static void scores(const struct dn_attn_work *w, const struct tile *tile, uint32_t row0, uint32_t n_rows,
+                   uint32_t columns)
 {
+    bool scale_latents = tile->is_scaled && w->source == DN_ATTN_MLA;
+    uint32_t scaled = scale_latents ? w->value_dim : w->key_dim;
     for (uint32_t c = 0, nv; c < columns; c += nv * VW) {
         nv = COLUMN_STEP((columns - c) / VW);
         for (uint32_t r = row0, mr; r < n_rows; r += mr) {
-            const float *q = w->q + (size_t)r * w->head_dim;
+            const float *q = w->q + (size_t)r * w->key_dim;
             float *s = w->s + (size_t)r * TILE + c;
             mr = ROW_STEP(n_rows - r);
-            WITH_TILE(score_tile, mr, nv, q, w->head_dim, w->kt + c, s);
+            WITH_TILE(score_tile, mr, nv, q, w->key_dim, w->kt + c, scaled, scale_latents ? tile->k_scale + c : NULL,
+                      s);
         }
     }
 }
@@ -443,7 +559,7 @@ static void scores(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows,
 static void outputs(const struct dn_attn_work *w, uint32_t row0, uint32_t n_rows, uint32_t count, float *out)
 {
     for (uint32_t c = 0, nv; c < w->padded_dim; c += nv * VW) {
-        struct values from = {.v = w->v, .stride = w->padded_dim, .offset = c};
+        struct values from = {.v = w->v, .stride = dn_attn_v_stride(w->padded_dim), .offset = c};
         nv = COLUMN_STEP((w->padded_dim - c) / VW);
         for (uint32_t r = row0, mr; r < n_rows; r += mr) {
             const float *p = w->s + (size_t)r * TILE;
@@ -461,7 +577,7 @@ static void outputs_from_pages(const struct dn_attn_work *w, const struct tile *
                                float *out)
 {
     for (uint32_t c = 0, nv; c < w->padded_dim; c += nv * VW) {
-        struct values from = {.block = tile->value, .stride = w->head_dim, .offset = c};
+        struct values from = {.block = tile->value, .stride = w->value_dim, .offset = c};
         float *o = out + c;
         nv = COLUMN_STEP((w->padded_dim - c) / VW);
         if (w->format == DN_KV_FP8)
@@ -473,15 +589,15 @@ static void outputs_from_pages(const struct dn_attn_work *w, const struct tile *
 #undef MAX_ROWS
 
 /* Scores of one row over `count` positions become weights e^(s - max); the row's maximum and sum move on. */
-INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile *tile, float *max, float *sum,
-                        float *alpha)
+INLINE void softmax_row(float *s, uint32_t count, float scale, const float *k_scale, const float *v_scale, float *max,
+                        float *sum, float *alpha)
 {
     vf top = v_set(-INFINITY), x[TILE / VW];
     uint32_t n = (count + VW - 1) / VW;
     for (uint32_t i = 0; i < n; i++) {
         x[i] = v_load(s + i * VW) * v_set(scale);
-        if (tile)
-            x[i] = x[i] * v_load(tile->k_scale + i * VW);
+        if (k_scale)
+            x[i] = x[i] * v_load(k_scale + i * VW);
         if (count - i * VW < VW)
             x[i] = v_first((int)(count - i * VW), x[i], v_set(-INFINITY));
         top = v_max(top, x[i]);
@@ -492,8 +608,8 @@ INLINE void softmax_row(float *s, uint32_t count, float scale, const struct tile
     for (uint32_t i = 0; i < n; i++) {
         vf p = v_exp(x[i] - v_set(new_max));
         total += p;
-        if (tile)
-            p = p * v_load(tile->v_scale + i * VW);
+        if (v_scale)
+            p = p * v_load(v_scale + i * VW);
         v_store(s + i * VW, p);
     }
     float a = 1.0f;
@@ -513,7 +629,7 @@ static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_a
     uint32_t n_rows = w->n_tokens * w->group, last = w->position + w->n_tokens - 1;
     uint32_t end = last - begin < DN_ATTN_SPLIT ? last + 1 : begin + DN_ATTN_SPLIT;
     uint32_t first = begin > w->position ? begin - w->position : 0; /* token */
-    bool few = w->n_tokens == 1 && n_rows <= FEW && w->head_dim == w->padded_dim;
+    bool few = w->n_tokens == 1 && n_rows <= FEW && w->source != DN_ATTN_EXPANDED && w->value_dim == w->padded_dim;
     for (uint32_t r = first * w->group; r < n_rows; r++) {
         out->max[r] = -INFINITY;
         out->sum[r] = 0.0f;
@@ -526,12 +642,13 @@ static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_a
             for (uint32_t ahead = at + TILE; ahead < at + 2 * TILE && ahead <= last; ahead += BLOCK)
                 prefetch_block(w, ahead);
         }
-        load_tile(w, at, n, !few, &tile);
-        scores(w, t * w->group, n_rows, (n + BLOCK - 1) / BLOCK * BLOCK);
+        load_tile(w, begin, at, n, !few, &tile);
+        scores(w, &tile, t * w->group, n_rows, (n + BLOCK - 1) / BLOCK * BLOCK);
         for (uint32_t r = t * w->group; r < n_rows; r++) {
             uint32_t seen = w->position + r / w->group - at + 1;
             softmax_row(w->s + (size_t)r * TILE, seen < TILE ? seen : TILE, w->scale,
-                        w->format == DN_KV_FP8 ? &tile : NULL, out->max + r, out->sum + r, w->alpha + r);
+                        tile.is_scaled && w->source == DN_ATTN_GQA ? tile.k_scale : NULL,
+                        tile.is_scaled ? tile.v_scale : NULL, out->max + r, out->sum + r, w->alpha + r);
         }
         if (few) {
             outputs_from_pages(w, &tile, n_rows, n, out->o);

@@ -105,14 +105,29 @@ static void device_copy(struct dn_device *device, void *dst, const void *src, si
         memcpy(dst, src, bytes);
 }
 
-void *dn_cpu_scratch(struct dn_cpu_scratch *s, size_t bytes)
+/* Grows s to hold that much; false without memory. */
+static bool grow(struct dn_cpu_scratch *s, size_t bytes)
 {
-    if (bytes > s->bytes) {
-        free(s->data);
-        s->bytes = (bytes + bytes / 4 + 63) & ~(size_t)63;
-        s->data = aligned_alloc(64, s->bytes);
-        DN_BUG_ON(!s->data);
+    if (bytes <= s->bytes)
+        return true;
+    free(s->data);
+    s->bytes = 0;
+    size_t size;
+    if (__builtin_add_overflow(bytes, 63, &size) || !(s->data = aligned_alloc(64, size & ~(size_t)63)))
+        return false;
+    s->bytes = size & ~(size_t)63;
+    return true;
+}
+
+void *dn_cpu_take(struct dn_cpu_device *d, enum dn_scratch which, size_t bytes, size_t at_limits)
+{
+    struct dn_cpu_scratch *s = d->scratch + which;
+    if (d->measuring) {
+        s->wanted = at_limits > s->wanted ? at_limits : s->wanted;
+        return NULL;
     }
+    if (bytes > s->bytes)
+        DN_BUG_ON(!grow(s, bytes + bytes / 4));
     return s->data;
 }
 
@@ -178,9 +193,26 @@ static void check_row(const struct dn_cpu_device *d, uint32_t row)
     DN_BUG_ON(s->slot >= 0 && (uint32_t)s->slot >= d->n_slots);
 }
 
-/* Nothing to make ready: operations compute on what they are given, and scratch grows with the first step. */
+/* Twice for each list, as prefill and as decode: with an empty step, operations compute nothing but say what scratch
+ * they need at the limits. */
 static int prepare(struct dn_device *device, uint32_t list, struct dn_err *err)
 {
+    struct dn_cpu_device *d = dn_cpu(device);
+    static const enum dn_step_kind kind[] = {DN_STEP_PREFILL, DN_STEP_DECODE};
+    d->measuring = d->prepared < sizeof kind / sizeof *kind;
+    if (d->measuring) {
+        d->step.n_tokens = d->step.n_seqs = d->step.n_rows = d->step.n_tags = 0;
+        d->step.token_start[0] = d->step.page_start[0] = 0;
+        d->step.kind = kind[d->prepared++];
+        return 1;
+    }
+    d->prepared = 0;
+    d->step.kind = DN_STEP_PREFILL;
+    for (int i = 0; i < DN_SCRATCHES; i++) {
+        struct dn_cpu_scratch *s = d->scratch + i;
+        if (!grow(s, s->wanted))
+            return dn_err_set(err, DN_NO_MEMORY, "cpu device: no memory for %zu bytes of scratch", s->wanted);
+    }
     return 0;
 }
 
@@ -262,10 +294,8 @@ static void device_close(struct dn_device *device)
     while (d->block)
         device_free(device, d->block->data);
     step_release(&d->step);
-    free(d->thread_scratch.data);
-    free(d->attn_items.data);
-    free(d->attn_parts.data);
-    free(d->sample_scratch.data);
+    for (int i = 0; i < DN_SCRATCHES; i++)
+        free(d->scratch[i].data);
     free(d);
 }
 
@@ -305,6 +335,13 @@ static const struct dn_kernels table = {.name = "cpu",
                                         .qkv_write = dn_cpu_qkv_write,
                                         .attention = dn_cpu_attention,
                                         .silu_mul = dn_cpu_silu_mul,
+                                        .norm_act = dn_cpu_norm_act,
+                                        .group_matmul = dn_cpu_group_matmul,
+                                        .mla_write = dn_cpu_mla_write,
+                                        .mla_attention = dn_cpu_mla_attention,
+                                        .mla_prefill = dn_cpu_mla_prefill,
+                                        .route = dn_cpu_route,
+                                        .experts = dn_cpu_experts,
                                         .check_tags = dn_cpu_check_tags,
                                         .sample_rows = dn_cpu_sample_rows,
                                         .step_end = step_end,

@@ -10,9 +10,16 @@
 #include "kernels/cpu/matmul.h"
 #include "kernels/cpu/rows.h"
 #include "kernels/kernels.h"
+#include "kernels/sampling.h"
 
-/* Token counts for penalties: bit 15 marks an id of the prompt, the rest counts it in the output, up to the maximum. */
-enum { DN_COUNT_PROMPT = 0x8000, DN_COUNT_MAX = 0x7fff };
+/* Scratch memory by what it holds. An operation that needs more than one kind at a time finds it here. */
+enum dn_scratch {
+    DN_SCRATCH_THREAD,   /* of each thread: tiles and states of attention, activations of grouped products, ... */
+    DN_SCRATCH_ITEMS,    /* units of work of a call */
+    DN_SCRATCH_PARTS,    /* states of softmax that are not finished; what the experts give */
+    DN_SCRATCH_EXPANDED, /* latents, keys and values of a pass of MLA; what is between an expert's matrices */
+    DN_SCRATCHES
+};
 
 struct dn_cpu_block;  /* one allocation of the device */
 struct dn_cpu_region; /* a mapping that some of them share */
@@ -29,14 +36,13 @@ struct dn_cpu_device {
     struct dn_cpu_block *block;   /* list */
     struct dn_cpu_region *region; /* that small allocations come from, or NULL */
 
-    /* Scratch that grows when a larger shape is first seen; sizes follow from the limits and the model. */
+    /* Scratch that grows when a larger shape is first seen, or is taken at once by prepare(). */
+    bool measuring; /* prepare(): operations run with an empty step and say what they need at the limits */
+    uint32_t prepared;
     struct dn_cpu_scratch {
         void *data;
-        size_t bytes;
-    } thread_scratch,   /* attention: tiles and states of each thread */
-        attn_items,     /* attention: units of work of a call */
-        attn_parts,     /* attention: states of splits that are merged afterwards */
-        sample_scratch; /* sampler: candidates of each thread */
+        size_t bytes, wanted;
+    } scratch[DN_SCRATCHES];
 };
 
 static inline struct dn_cpu_device *dn_cpu(struct dn_device *d)
@@ -44,18 +50,29 @@ static inline struct dn_cpu_device *dn_cpu(struct dn_device *d)
     return (struct dn_cpu_device *)d;
 }
 
-/* At least `bytes` of s, 64-byte aligned, old contents lost. Only while no operation runs. */
-void *dn_cpu_scratch(struct dn_cpu_scratch *s, size_t bytes);
+/* At least `bytes` of a scratch, 64-byte aligned, old contents lost. While prepare() measures: NULL, and at_limits
+ * bytes are taken at its end. Only while no operation runs. */
+void *dn_cpu_take(struct dn_cpu_device *d, enum dn_scratch which, size_t bytes, size_t at_limits);
+
+/* A sequence whose pages hold less than its length is a bug. */
+void dn_cpu_check_pages(const struct dn_step *s, const struct dn_kv_layout *l);
+
+/* Zeroes the rows of out [n_tokens][width] of bad sequences. */
+void dn_cpu_zero_bad(const struct dn_step *s, float *out, size_t width);
 
 void dn_cpu_embed(struct dn_device *d, const struct dn_embed *p);
 void dn_cpu_rmsnorm(struct dn_device *d, const struct dn_rmsnorm *p);
 void dn_cpu_qkv_write(struct dn_device *d, const struct dn_qkv_write *p);
 void dn_cpu_attention(struct dn_device *d, const struct dn_attention *p);
 void dn_cpu_silu_mul(struct dn_device *d, const struct dn_silu_mul *p);
+void dn_cpu_norm_act(struct dn_device *d, const struct dn_norm_act *p);
+void dn_cpu_group_matmul(struct dn_device *d, const struct dn_group_matmul *p);
+void dn_cpu_mla_write(struct dn_device *d, const struct dn_mla_write *p);
+void dn_cpu_mla_attention(struct dn_device *d, const struct dn_mla_attention *p);
+void dn_cpu_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p);
+void dn_cpu_route(struct dn_device *d, const struct dn_route *p);
+void dn_cpu_experts(struct dn_device *d, const struct dn_experts *p);
 void dn_cpu_check_tags(struct dn_device *d, const struct dn_check_tags *p);
 void dn_cpu_sample_rows(struct dn_device *d, const struct dn_sample_rows *p);
-
-/* The generator of the sampler: Philox4x32-10 (Salmon et al., SC 2011) of a 128-bit counter and a 64-bit key. */
-void dn_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
 #endif

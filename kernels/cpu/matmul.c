@@ -29,6 +29,7 @@ struct job {
     const float *a;
     const float *bias;
     float *out;
+    size_t out_stride; /* from row to row */
     uint8_t *act;
     size_t act_row_bytes;
     size_t n, n_tiles;               /* activation rows of this pass, in tiles of equal height or one more */
@@ -93,7 +94,7 @@ static struct dn_tile tile_of(const struct job *j, size_t block, size_t n_blocks
     return (struct dn_tile){
         .block = (const uint8_t *)w->data + block * j->layout.block_bytes,
         .bias = j->bias ? j->bias + row : NULL,
-        .out_stride = w->n_out,
+        .out_stride = j->out_stride,
         .n_in = w->n_in,
         .n_out = w->n_out - row < n_out ? (uint32_t)(w->n_out - row) : (uint32_t)n_out,
         .n_blocks = (uint32_t)n_blocks,
@@ -167,7 +168,7 @@ static void multiply(void *arg, size_t begin, size_t end, unsigned part)
             size_t start = tile_start(j, tile);
             t.act = j->act + start * j->act_row_bytes;
             t.n_rows = tile_height(j, tile);
-            t.out = j->out + start * w->n_out + row;
+            t.out = j->out + start * j->out_stride + row;
             j->tile(&t);
             t.next += t.next_step * n_groups;
             if ((size_t)(t.next - t.block) >= (n_blocks + 1) * j->layout.block_bytes)
@@ -206,11 +207,30 @@ static void choose_format(struct job *j, size_t n)
         shape = j->zero == 0 && n > j->ops->int_shape.rows ? j->ops->int4_shape : j->ops->int_shape;
     j->tile_rows = shape.rows;
     j->tile_blocks = shape.blocks;
+    j->act_row_bytes =
+        j->zero < 0 ? j->layout.n_in_padded * sizeof *j->a : w->n_in / DN_GROUP * (size_t)DN_ACT_GROUP_BYTES;
     /* Measured: unpacking INT4 within the L1 cache costs a third of a tile and saves an eighth of each; outside it
      * costs twice that, and FP8 two thirds. */
     j->widen_tiles = w->format == DN_W_INT4 && j->tile_blocks * j->wide_bytes <= WIDE_CHEAP_BYTES ? 3 : 12;
     if (j->tile_blocks * j->wide_bytes > WIDE_BYTES)
         j->widen = NULL;
+}
+
+/* Rows of a pass over n: all of equal length, but for the rounding to whole tiles. */
+static size_t pass_rows(const struct job *j, size_t n)
+{
+    size_t most = PASS_BYTES / j->act_row_bytes;
+    most = most < DN_TILE_ROWS ? DN_TILE_ROWS : most - most % DN_TILE_ROWS;
+    size_t n_passes = (n + most - 1) / most;
+    return n_passes ? dn_up((n + n_passes - 1) / n_passes, DN_TILE_ROWS) : 0;
+}
+
+/* Blocks that are read side by side: while some are in use, ask for the next. */
+static uint32_t ahead_of(const struct job *j)
+{
+    if (j->n > 1 && 2 * j->layout.block_bytes <= MAX_AHEAD_BYTES)
+        return (uint32_t)(2 * j->layout.block_bytes);
+    return AHEAD_BYTES;
 }
 
 /* One pass over all weights with the j->n rows at j->a. */
@@ -242,28 +262,152 @@ static void run_pass(const struct dn_cpu_exec *x, struct job *j)
     size_t chunk = n_items / ((j->n <= 4 * DN_TILE_ROWS ? 3 : 8) * n_threads);
     if (j->n <= 2 * DN_TILE_ROWS && chunk < PIECE_BYTES / item_bytes)
         chunk = PIECE_BYTES / item_bytes;
-    /* Blocks are read side by side: while some are in use, ask for the next. */
-    j->ahead = AHEAD_BYTES;
-    if (j->n > 1 && 2 * j->layout.block_bytes <= MAX_AHEAD_BYTES)
-        j->ahead = (uint32_t)(2 * j->layout.block_bytes);
+    j->ahead = ahead_of(j);
     dn_threads_for(x->threads, n_items, chunk ? chunk : 1, multiply, j);
 }
 
 void dn_cpu_matmul(const struct dn_cpu_exec *x, const float *a, size_t n, const struct dn_matrix *w, const float *bias,
                    float *out)
 {
-    DN_BUG_ON(w->bytes == 0 || w->bytes != dn_cpu_matrix_bytes(w));
-    struct job j = {.ops = ops_of(x->isa), .w = w, .layout = dn_layout_of(w), .bias = bias, .act = x->scratch};
+    DN_BUG_ON(w->bytes == 0 || w->bytes != dn_cpu_matrix_bytes(w) || w->n_groups > 1);
+    struct job j = {.ops = ops_of(x->isa),
+                    .w = w,
+                    .layout = dn_layout_of(w),
+                    .bias = bias,
+                    .act = x->scratch,
+                    .out_stride = w->n_out};
     choose_format(&j, n);
-    j.act_row_bytes = j.zero < 0 ? j.layout.n_in_padded * sizeof *a : w->n_in / DN_GROUP * (size_t)DN_ACT_GROUP_BYTES;
-    size_t most = PASS_BYTES / j.act_row_bytes;
-    most = most < DN_TILE_ROWS ? DN_TILE_ROWS : most - most % DN_TILE_ROWS;
-    /* Passes of equal length, but for the rounding to whole tiles. */
-    size_t n_passes = (n + most - 1) / most, rows = n_passes ? dn_up((n + n_passes - 1) / n_passes, DN_TILE_ROWS) : 0;
+    size_t rows = pass_rows(&j, n);
     for (size_t i = 0; i < n; i += rows) {
         j.a = a + i * w->n_in;
         j.out = out + i * w->n_out;
         j.n = n - i < rows ? n - i : rows;
         run_pass(x, &j);
     }
+}
+
+/* ---- Groups ---- */
+
+/* A piece of work is some blocks of one group with all rows of that group. Each packs its activations anew, on its own
+ * thread: at GROUP_BLOCKS blocks that costs a tenth of the products, and nothing has to be shared or waited for. */
+enum { GROUP_BLOCKS = 24 /* a multiple of all tiles' blocks */ };
+
+struct grouped {
+    const struct dn_cpu_exec *x;
+    const struct dn_cpu_grouped *p;
+    struct job job; /* what is the same for all pieces */
+    struct dn_matrix one;
+    size_t piece_blocks, n_pieces; /* of a group */
+    uint8_t *scratch;
+    size_t thread_bytes, gather_bytes;
+};
+
+static size_t gather_bytes(const struct dn_matrix *w)
+{
+    return dn_up((size_t)w->n_in * DN_TILE_ROWS * sizeof(float), 64);
+}
+
+static size_t thread_bytes(const struct dn_matrix *w)
+{
+    size_t tile = gather_bytes(w) + 64 * DN_TILE_ROWS; /* not less than a packed tile */
+    return gather_bytes(w) + dn_up(tile > PASS_BYTES ? tile : PASS_BYTES, 64);
+}
+
+size_t dn_cpu_grouped_scratch(const struct dn_cpu_exec *x, const struct dn_matrix *w)
+{
+    return dn_threads_count(x->threads) * thread_bytes(w);
+}
+
+/* Packs rows [first, first + j->n) of group g. */
+static void pack_group(const struct grouped *c, const struct job *j, uint32_t g, size_t first, float *gather)
+{
+    const struct dn_cpu_grouped *p = c->p;
+    size_t n_in = j->w->n_in;
+    for (size_t tile = 0; tile < j->n_tiles; tile++) {
+        size_t start = tile_start(j, tile), n = tile_height(j, tile);
+        const float *a = gather;
+        if (n == 1 || (!p->index && p->a_stride == n_in)) {
+            size_t i = first + start;
+            a = p->a + (p->index ? p->index[i] : i) * p->a_stride + g * p->a_group_stride;
+        } else {
+            for (size_t r = 0; r < n; r++) {
+                size_t i = first + start + r;
+                memcpy(gather + r * n_in, p->a + (p->index ? p->index[i] : i) * p->a_stride + g * p->a_group_stride,
+                       n_in * sizeof *gather);
+            }
+        }
+        uint8_t *act = j->act + start * j->act_row_bytes;
+        if (j->zero < 0)
+            transpose_tile(a, j->w->n_in, j->layout.n_in_padded, (uint32_t)n, (float *)act);
+        else
+            j->ops->act(a, j->w->n_in, (uint32_t)n, j->zero, act);
+    }
+}
+
+/* Blocks [begin, end) of group g with rows [first, last) */
+static void multiply_group(const struct grouped *c, uint32_t g, size_t begin, size_t end, size_t first, size_t last,
+                           unsigned part)
+{
+    uint8_t *scratch = c->scratch + part * c->thread_bytes;
+    struct dn_matrix w = c->one;
+    w.data = (uint8_t *)w.data + g * w.bytes;
+    struct job j = c->job;
+    j.w = &w;
+    choose_format(&j, last - first);
+    j.act = scratch + c->gather_bytes;
+    size_t rows = pass_rows(&j, last - first);
+    for (; first < last; first += rows) {
+        j.n = last - first < rows ? last - first : rows;
+        j.n_tiles = (j.n + j.tile_rows - 1) / j.tile_rows;
+        j.out = c->p->out + first * c->p->out_stride + g * c->p->out_group_stride;
+        pack_group(c, &j, g, first, (float *)scratch);
+        if (j.n <= FEW_ROWS && j.zero >= 0) {
+            j.ahead = ROW_AHEAD_BYTES;
+            multiply_few(&j, begin, end, part);
+            continue;
+        }
+        j.splits = 1;
+        j.tiles_per_item = j.n_tiles;
+        j.ahead = ahead_of(&j);
+        multiply(&j, begin / j.tile_blocks, (end + j.tile_blocks - 1) / j.tile_blocks, part);
+    }
+}
+
+static void run_groups(void *arg, size_t begin, size_t end, unsigned part)
+{
+    const struct grouped *c = arg;
+    const uint32_t *start = c->p->start;
+    for (size_t i = begin; i < end; i++) {
+        uint32_t g = (uint32_t)(i / c->n_pieces);
+        size_t block = i % c->n_pieces * c->piece_blocks, n_blocks = c->job.layout.n_blocks;
+        size_t block_end = block + c->piece_blocks < n_blocks ? block + c->piece_blocks : n_blocks;
+        size_t first = start ? start[g] : 0, last = start ? start[g + 1] : c->p->n;
+        if (first < last)
+            multiply_group(c, g, block, block_end, first, last, part);
+    }
+}
+
+void dn_cpu_matmul_grouped(const struct dn_cpu_exec *x, const struct dn_cpu_grouped *p, void *scratch)
+{
+    const struct dn_matrix *w = p->w;
+    DN_BUG_ON(w->bytes == 0 || w->bytes != dn_cpu_matrix_bytes(w));
+    uint32_t n_groups = w->n_groups > 1 ? w->n_groups : 1;
+    struct grouped c = {.x = x,
+                        .p = p,
+                        .one = *w,
+                        .scratch = scratch,
+                        .thread_bytes = thread_bytes(w),
+                        .gather_bytes = gather_bytes(w)};
+    c.one.n_groups = 0;
+    c.one.bytes = w->bytes / n_groups;
+    c.job = (struct job){.ops = ops_of(x->isa), .layout = dn_layout_of(&c.one), .out_stride = p->out_stride};
+    size_t n_threads = dn_threads_count(x->threads), n_blocks = c.job.layout.n_blocks, active = 0;
+    for (uint32_t g = 0; g < n_groups; g++)
+        active += p->start ? p->start[g + 1] > p->start[g] : p->n > 0;
+    /* Whole groups to a piece if these suffice for all threads. */
+    size_t wanted = n_threads == 1 ? 1 : (8 * n_threads + active - 1) / (active ? active : 1);
+    c.piece_blocks = dn_up((n_blocks + wanted - 1) / wanted, GROUP_BLOCKS);
+    c.n_pieces = (n_blocks + c.piece_blocks - 1) / c.piece_blocks;
+    if (active)
+        dn_threads_for(x->threads, n_groups * c.n_pieces, 1, run_groups, &c);
 }

@@ -33,8 +33,24 @@ struct dn_cpu_exec {
     void *scratch; /* DN_CPU_MATMUL_SCRATCH bytes, 64-byte aligned */
 };
 
+/* Rows of all groups of a matrix. */
+static inline uint64_t dn_cpu_rows(const struct dn_matrix *m)
+{
+    return (uint64_t)m->n_out * (m->n_groups > 1 ? m->n_groups : 1);
+}
+
+/* The groups of a matrix as one: they lie one after the other in whole blocks. */
+static inline struct dn_matrix dn_cpu_flat(const struct dn_matrix *m)
+{
+    struct dn_matrix flat = *m;
+    flat.n_out = (uint32_t)dn_cpu_rows(m); /* dn_cpu_matrix_bytes(): no more than that */
+    flat.n_groups = 0;
+    return flat;
+}
+
 /* Bytes of m's packed form from its format, sizes and flags: a multiple of 64. 0 if it can't be packed: a size of 0,
- * n_in above DN_CPU_MAX_N_IN, or INT8/INT4 with n_in not a multiple of 32. For streaming at full speed from memory,
+ * n_in above DN_CPU_MAX_N_IN, INT8/INT4 with n_in not a multiple of 32, or several groups with more than 2^32 - 1 rows
+ * in all or n_out not a multiple of 64 (FP8: 128). For streaming at full speed from memory,
  * m->data should be 64-byte aligned and lie in huge pages (madvise). */
 size_t dn_cpu_matrix_bytes(const struct dn_matrix *m);
 
@@ -46,8 +62,26 @@ int dn_cpu_matrix_pack(struct dn_matrix *m, uint32_t row0, uint32_t n, const str
 /* One row as f32: exact for every format. out [n_in]. */
 void dn_cpu_matrix_row(const struct dn_matrix *m, uint32_t row, float *out);
 
-/* out[n][n_out] = a[n][n_in] * W^T (+ bias[n_out], NULL for none). out must not overlap a. */
+/* out[n][n_out] = a[n][n_in] * W^T (+ bias[n_out], NULL for none). out must not overlap a. No groups: dn_cpu_flat(). */
 void dn_cpu_matmul(const struct dn_cpu_exec *x, const float *a, size_t n, const struct dn_matrix *w, const float *bias,
                    float *out);
+
+/* Rows of activations times the groups of a matrix, any rows with any group: row i of group g gives
+ *   out[i * out_stride + g * out_group_stride + 0..n_out) = W[g] * a[index[i] * a_stride + g * a_group_stride +
+ * 0..n_in) Sums are those of dn_cpu_matmul(), bit for bit. */
+struct dn_cpu_grouped {
+    const struct dn_matrix *w;
+    const float *a;
+    size_t a_stride, a_group_stride;
+    float *out;
+    size_t out_stride, out_group_stride;
+    const uint32_t
+        *start; /* [groups + 1]: rows start[g] <= i < start[g + 1] are those of g; NULL: 0 <= i < n of each */
+    const uint32_t *index; /* NULL: index[i] = i */
+    uint32_t n;
+};
+/* `scratch` is dn_cpu_grouped_scratch() bytes, 64-byte aligned. */
+size_t dn_cpu_grouped_scratch(const struct dn_cpu_exec *x, const struct dn_matrix *w);
+void dn_cpu_matmul_grouped(const struct dn_cpu_exec *x, const struct dn_cpu_grouped *p, void *scratch);
 
 #endif

@@ -22,7 +22,7 @@
 #ifndef DN_KERNELS_CPU_MATMUL_LAYOUT_H
 #define DN_KERNELS_CPU_MATMUL_LAYOUT_H
 
-#include "kernels/kernels.h"
+#include "kernels/cpu/matmul.h"
 
 enum {
     DN_BLOCK_ROWS = 16,
@@ -32,6 +32,7 @@ enum {
     DN_ACT_GROUP_BYTES = DN_ACT_BYTES + 4 + 4, /* and its scale and third value */
     DN_ACT_MAX = 127 * 256,                    /* what a group's largest activation becomes */
     DN_FP8_BLOCK = 128,
+    DN_GROUP_ROWS = 64, /* n_out of several groups is a multiple */
     DN_FP8_HEAD_BYTES = 8,
 };
 
@@ -51,9 +52,10 @@ static inline size_t dn_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
+/* Of all groups together. */
 static inline struct dn_layout dn_layout_of(const struct dn_matrix *m)
 {
-    struct dn_layout l = {.n_blocks = (uint32_t)(((uint64_t)m->n_out + DN_BLOCK_ROWS - 1) / DN_BLOCK_ROWS)};
+    struct dn_layout l = {.n_blocks = (uint32_t)((dn_cpu_rows(m) + DN_BLOCK_ROWS - 1) / DN_BLOCK_ROWS)};
     size_t n_in = dn_up(m->n_in, 4), scales = dn_up(n_in / DN_GROUP * DN_BLOCK_ROWS * 2, 64);
     l.n_in_padded = (uint32_t)n_in;
     switch (m->format) {

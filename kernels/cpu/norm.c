@@ -44,3 +44,24 @@ void dn_cpu_rmsnorm(struct dn_device *device, const struct dn_rmsnorm *p)
     if (p->rows_only)
         dn_threads_for(d->exec.threads, d->step.n_rows, chunk(p->dim), rows, &c);
 }
+
+struct act_call {
+    const struct dn_row_ops *row;
+    const struct dn_norm_act *p;
+};
+
+static void act_rows(void *arg, size_t begin, size_t end, unsigned part)
+{
+    const struct act_call *c = arg;
+    const struct dn_norm_act *p = c->p;
+    for (size_t t = begin; t < end; t++)
+        c->row->rmsnorm((const float *)p->a + t * p->a_stride, p->weight, p->eps, p->dim, (float *)p->out + t * p->dim);
+}
+
+void dn_cpu_norm_act(struct dn_device *device, const struct dn_norm_act *p)
+{
+    struct dn_cpu_device *d = dn_cpu(device);
+    struct act_call c = {d->row, p};
+    DN_BUG_ON(p->dim == 0 || p->a_stride < p->dim);
+    dn_threads_for(d->exec.threads, d->step.n_tokens, chunk(p->dim), act_rows, &c);
+}

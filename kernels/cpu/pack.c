@@ -11,6 +11,9 @@ size_t dn_cpu_matrix_bytes(const struct dn_matrix *m)
         return 0;
     if ((m->format == DN_W_INT8 || m->format == DN_W_INT4) && m->n_in % DN_GROUP)
         return 0;
+    uint32_t step = m->format == DN_W_FP8 ? DN_FP8_BLOCK : DN_GROUP_ROWS;
+    if (m->n_groups > 1 && (m->n_out % step || dn_cpu_rows(m) > UINT32_MAX))
+        return 0;
     struct dn_layout l = dn_layout_of(m);
     size_t bytes;
     return __builtin_mul_overflow((size_t)l.n_blocks, l.block_bytes, &bytes) ? 0 : bytes;
@@ -225,11 +228,11 @@ static bool is_lossless(const struct dn_matrix *m, const struct dn_rows *r)
 /* A block must not keep what was there before: padding, and the NaN masks that put_fp8() adds to. */
 static void clear_blocks(const struct dn_matrix *m, const struct dn_layout *l, uint32_t row0, uint32_t n)
 {
+    uint32_t n_out = (uint32_t)dn_cpu_rows(m);
     for (uint32_t row = row0; row < row0 + n; row++) {
         uint8_t *block = (uint8_t *)m->data + (size_t)(row / DN_BLOCK_ROWS) * l->block_bytes;
-        bool ends = row + 1 == m->n_out && m->n_out % DN_BLOCK_ROWS;
-        if (row % DN_BLOCK_ROWS == 0 &&
-            (ends || row + DN_BLOCK_ROWS > m->n_out || m->format == DN_W_FP8 || m->n_in % 4))
+        bool ends = row + 1 == n_out && n_out % DN_BLOCK_ROWS;
+        if (row % DN_BLOCK_ROWS == 0 && (ends || row + DN_BLOCK_ROWS > n_out || m->format == DN_W_FP8 || m->n_in % 4))
             memset(block, 0, l->block_bytes);
     }
 }
@@ -237,10 +240,10 @@ static void clear_blocks(const struct dn_matrix *m, const struct dn_layout *l, u
 int dn_cpu_matrix_pack(struct dn_matrix *m, uint32_t row0, uint32_t n, const struct dn_rows *rows)
 {
     size_t bytes = dn_cpu_matrix_bytes(m);
-    if (!bytes || m->bytes != bytes || !m->data || row0 > m->n_out || n > m->n_out - row0 ||
-        !is_complete(rows, m->n_in))
+    uint32_t n_out = (uint32_t)dn_cpu_rows(m);
+    if (!bytes || m->bytes != bytes || !m->data || row0 > n_out || n > n_out - row0 || !is_complete(rows, m->n_in))
         return -DN_INVALID_VALUE;
-    if ((m->format == DN_W_FP8 || rows->fp8) && (row0 % DN_FP8_BLOCK || (n % DN_FP8_BLOCK && row0 + n != m->n_out)))
+    if ((m->format == DN_W_FP8 || rows->fp8) && (row0 % DN_FP8_BLOCK || (n % DN_FP8_BLOCK && row0 + n != n_out)))
         return -DN_INVALID_VALUE;
     struct dn_layout l = dn_layout_of(m);
     clear_blocks(m, &l, row0, n);
@@ -291,7 +294,7 @@ static void unpack(const struct dn_matrix *m, const struct place *p, uint32_t k0
 
 void dn_cpu_matrix_row(const struct dn_matrix *m, uint32_t row, float *out)
 {
-    DN_BUG_ON(row >= m->n_out);
+    DN_BUG_ON(row >= dn_cpu_rows(m));
     struct dn_layout l = dn_layout_of(m);
     struct place p = place_of(m, &l, row);
     for (uint32_t k = 0; k < m->n_in; k += DN_GROUP)

@@ -36,6 +36,13 @@ struct dn_row_ops {
      * readers need not look for the NaN code. [n] */
     void (*encode_fp8)(const float *x, size_t n, uint8_t *out, float *scale);
 
+    /* x += a * y, [n] */
+    void (*add_scaled)(float *x, const float *y, float a, size_t n);
+
+    /* The values that encode_bf16 and encode_fp8 left, [n]; those of a vector with a NaN are all NaN. */
+    void (*decode_bf16)(const uint16_t *x, size_t n, float *out);
+    void (*decode_fp8)(const uint8_t *x, size_t n, float scale, float *out);
+
     /* Index of the largest value, the first one on ties; *finite = no NaN, no +inf, not all -inf. n >= 1 */
     uint32_t (*argmax)(const float *x, uint32_t n, bool *finite);
 

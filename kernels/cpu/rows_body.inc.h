@@ -117,6 +117,34 @@ static void row_encode_fp8(const float *x, size_t n, uint8_t *out, float *scale)
     }
 }
 
+static void row_add_scaled(float *x, const float *y, float a, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        x[i] += a * y[i];
+}
+
+static void row_decode_bf16(const uint16_t *x, size_t n, float *out)
+{
+    for (size_t i = 0; i < n; i++) {
+        uint32_t u = (uint32_t)x[i] << 16;
+        memcpy(out + i, &u, sizeof u);
+    }
+}
+
+static void row_decode_fp8(const uint8_t *x, size_t n, float scale, float *out)
+{
+    size_t i = 0;
+    for (; i + VW <= n; i += VW)
+        v_store(out + i, v_load_fp8(x + i) * v_set(scale));
+    if (i < n) {
+        uint8_t rest[16] = {0}; /* as many as a vector loads */
+        float y[VW];
+        memcpy(rest, x + i, n - i);
+        v_store(y, v_load_fp8(rest) * v_set(scale));
+        memcpy(out + i, y, (n - i) * sizeof *y);
+    }
+}
+
 /* ---- Sampler ---- */
 
 enum { ARGMAX_BLOCK = 1024 };
@@ -237,6 +265,9 @@ const struct dn_row_ops ROW_OPS = {
     .rope = row_rope,
     .encode_bf16 = row_encode_bf16,
     .encode_fp8 = row_encode_fp8,
+    .add_scaled = row_add_scaled,
+    .decode_bf16 = row_decode_bf16,
+    .decode_fp8 = row_decode_fp8,
     .argmax = row_argmax,
     .exps = row_exps,
     .exp_blocks = row_exp_blocks,

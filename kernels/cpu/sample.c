@@ -29,6 +29,7 @@ struct scratch {
 struct call {
     struct dn_cpu_device *d;
     const struct dn_sample_rows *p;
+    uint8_t *memory; /* [threads][scratch_bytes] */
     size_t scratch_bytes;
 };
 
@@ -397,7 +398,7 @@ static void rows(void *arg, size_t begin, size_t end, unsigned part)
     const struct call *c = arg;
     const struct dn_step *step = &c->d->step;
     uint32_t n = c->p->n_valid, n_vocab = c->p->n_vocab;
-    uint8_t *memory = (uint8_t *)c->d->sample_scratch.data + part * c->scratch_bytes;
+    uint8_t *memory = c->memory + part * c->scratch_bytes;
     struct scratch t = {.value = (float *)memory};
     t.weight = t.value + n_vocab;
     t.id = (uint32_t *)(t.weight + n_vocab);
@@ -429,6 +430,7 @@ void dn_cpu_sample_rows(struct dn_device *device, const struct dn_sample_rows *p
     DN_BUG_ON(p->n_valid == 0 || p->n_valid > p->n_vocab || p->n_vocab > d->n_vocab);
     struct call c = {.d = d, .p = p};
     c.scratch_bytes = ((size_t)p->n_vocab * (3 * sizeof(float) + sizeof(struct candidate)) + 63) & ~(size_t)63;
-    dn_cpu_scratch(&d->sample_scratch, dn_threads_count(d->exec.threads) * c.scratch_bytes);
+    size_t bytes = dn_threads_count(d->exec.threads) * c.scratch_bytes;
+    c.memory = dn_cpu_take(d, DN_SCRATCH_THREAD, bytes, bytes);
     dn_threads_for(d->exec.threads, d->step.n_rows, 1, rows, &c);
 }

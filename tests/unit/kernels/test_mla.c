@@ -1,0 +1,258 @@
+/* Multi-head latent attention against float64, absorbed against un-absorbed, and the determinism rule of kernels.h for
+ * both. */
+#include "unit/kernels/mla_fixture.h"
+
+#include "kernels/cpu/matmul.h"
+
+/* heads, nope, rope, v, latent, page: Kimi's sizes with few heads, more heads than a register tile, odd sizes (several
+ * groups must have multiples of 64) */
+static const struct mla_shape shapes[] = {
+    {2, 128, 64, 128, 512, 64}, {13, 64, 8, 64, 32, 16}, {1, 20, 10, 36, 52, 16},
+    {4, 64, 64, 128, 64, 32},   {7, 64, 20, 64, 80, 16}, {1, 64, 2, 64, 32, 48},
+};
+enum { N_SHAPES = sizeof shapes / sizeof *shapes, LAYER = 1 };
+
+/* first position, tokens: one token, odd chunks, edges of pages, tiles and splits, several splits */
+static const struct part {
+    uint32_t position, n;
+    enum dn_kv_format format;
+} part[] = {{0, 1, DN_KV_BF16},   {0, 1, DN_KV_FP8},   {15, 1, DN_KV_FP8},   {16, 1, DN_KV_BF16},
+            {0, 17, DN_KV_FP8},   {63, 2, DN_KV_BF16}, {3, 130, DN_KV_FP8},  {0, 65, DN_KV_BF16},
+            {511, 2, DN_KV_BF16}, {600, 1, DN_KV_FP8}, {778, 1, DN_KV_BF16}, {250, 12, DN_KV_FP8}};
+enum { N_PARTS = sizeof part / sizeof *part };
+
+static void open_parts(struct fix *f, const char *isa, unsigned n_threads, const struct mla_shape *h, struct seq *q)
+{
+    fix_open(f, isa, n_threads, 16);
+    mla_arena(f, 2, h, 256);
+    step_clear(f);
+    for (uint32_t i = 0; i < N_PARTS; i++) {
+        mla_seq(f, q + i, part[i].format, part[i].position + part[i].n);
+        mla_fill_all(f, q + i, part[i].position + part[i].n);
+        step_add(f, q + i, part[i].position, part[i].n);
+    }
+}
+
+/* Compares the rows of a head of a sequence, queries [n_tokens][n_heads][key_dim]. */
+static void check_head(const struct fix *f, uint32_t seq, uint32_t head, uint32_t n_heads, const struct mla_head *m,
+                       const float *query, double scale, const float *out, const char *what)
+{
+    double *q = malloc(m->key_dim * sizeof *q), *want = malloc(m->value_dim * sizeof *want),
+           *bound = malloc(m->value_dim * sizeof *bound);
+    for (int32_t t = f->s->token_start[seq]; t < f->s->token_start[seq + 1]; t++) {
+        size_t row = (size_t)t * n_heads + head;
+        for (uint32_t i = 0; i < m->key_dim; i++)
+            q[i] = (double)query[row * m->key_dim + i];
+        mla_row(m, q, NULL, (uint32_t)f->s->position[t], scale, want, bound);
+        for (uint32_t i = 0; i < m->value_dim; i++) {
+            double got = (double)out[row * m->value_dim + i];
+            cr_assert(fabs(got - want[i]) <= bound[i],
+                      "%s: sequence %u position %d head %u value %u: %.9g, not %.9g +- %.2g", what, seq,
+                      f->s->position[t], head, i, got, want[i], bound[i]);
+        }
+    }
+    free(q);
+    free(want);
+    free(bound);
+}
+
+static void check_absorbed(const char *isa, unsigned n_threads, const struct mla_shape *h)
+{
+    struct fix f;
+    struct seq *q = calloc(N_PARTS, sizeof *q);
+    char what[96];
+    snprintf(what, sizeof what, "%s, %u threads, %u heads of %u + %u", isa, n_threads, h->n_heads, h->latent, h->rope);
+    open_parts(&f, isa, n_threads, h, q);
+    uint32_t dim = h->latent + h->rope;
+    float scale = 1.0f / sqrtf((float)dim);
+    float *query = fix_floats(&f, (size_t)f.s->n_tokens * h->n_heads * dim),
+          *out = fix_floats(&f, (size_t)f.s->n_tokens * h->n_heads * h->latent);
+    fill_normal(query, (size_t)f.s->n_tokens * h->n_heads * dim, 1.0f);
+    memset(out, 0xff, (size_t)f.s->n_tokens * h->n_heads * h->latent * sizeof *out);
+    f.ops->step_begin(f.d, 1);
+    run_absorbed(&f, h, LAYER, scale, query, out);
+    mla_step(&f);
+    for (uint32_t s = 0; s < N_PARTS; s++) {
+        struct mla_head m;
+        mla_latents(&f, q + s, LAYER, part[s].position + part[s].n, &m);
+        for (uint32_t head = 0; head < h->n_heads; head++)
+            check_head(&f, s, head, h->n_heads, &m, query, (double)scale, out, what);
+        mla_head_free(&m);
+    }
+    free(q);
+    fix_close(&f);
+}
+
+Test(mla, absorbed_is_within_rounding_of_float64)
+{
+    FOR_EACH_ISA(isa)
+    {
+        for (size_t i = 0; i < N_SHAPES; i++)
+            check_absorbed(isa, 1 + i % 3, shapes + i);
+    }
+}
+
+static void check_prefill(const char *isa, unsigned n_threads, const struct mla_shape *h, enum dn_weight_format format)
+{
+    struct fix f;
+    struct mla_weights w;
+    struct seq *q = calloc(N_PARTS, sizeof *q);
+    char what[128];
+    snprintf(what, sizeof what, "%s, %s, %u threads, %u heads of %u + %u, %u, latent %u", isa,
+             dn_weight_format_name(format), n_threads, h->n_heads, h->nope, h->rope, h->v, h->latent);
+    open_parts(&f, isa, n_threads, h, q);
+    mla_weights(&f, &w, h, format, dn_cpu_matrix_row);
+    uint32_t dim = h->nope + h->rope;
+    float scale = 1.0f / sqrtf((float)dim);
+    float *query = fix_floats(&f, (size_t)f.s->n_tokens * h->n_heads * dim),
+          *out = fix_floats(&f, (size_t)f.s->n_tokens * h->n_heads * h->v);
+    fill_normal(query, (size_t)f.s->n_tokens * h->n_heads * dim, 1.0f);
+    memset(out, 0xff, (size_t)f.s->n_tokens * h->n_heads * h->v * sizeof *out);
+    f.ops->step_begin(f.d, 1);
+    run_prefill(&f, h, LAYER, scale, &w, query, out);
+    mla_step(&f);
+    for (uint32_t s = 0; s < N_PARTS; s++) {
+        for (uint32_t head = 0; head < h->n_heads; head++) {
+            struct mla_head m;
+            mla_expand(&f, q + s, LAYER, h, &w, head, part[s].position + part[s].n, &m);
+            check_head(&f, s, head, h->n_heads, &m, query, (double)scale, out, what);
+            mla_head_free(&m);
+        }
+    }
+    free(q);
+    mla_weights_free(&w);
+    fix_close(&f);
+}
+
+Test(mla, unabsorbed_is_within_rounding_of_float64)
+{
+    FOR_EACH_ISA(isa)
+    {
+        for (size_t i = 0; i < N_SHAPES; i++)
+            check_prefill(isa, 1 + i % 3, shapes + i, DN_W_BF16);
+        check_prefill(isa, 2, &(struct mla_shape){2, 128, 8, 128, 128, 16}, DN_W_FP8);
+        check_prefill(isa, 2, &(struct mla_shape){3, 64, 8, 64, 96, 16}, DN_W_INT8);
+        check_prefill(isa, 2, &(struct mla_shape){3, 64, 8, 64, 96, 16}, DN_W_INT4);
+    }
+}
+
+/* ---- Absorbed against un-absorbed ---- */
+
+/* The absorbed path of a layer: queries through W_k, attention in the latent space, outputs through W_v. Scratch is
+ * kept, since a test wants the queries as well. */
+static void absorbed_path(struct fix *f, const struct mla_shape *h, const struct mla_weights *w, float scale,
+                          const float *query, float *q, float *latent, float *out)
+{
+    uint32_t dim = h->latent + h->rope, from = h->nope + h->rope;
+    f->ops->group_matmul(f->d, &(struct dn_group_matmul){.a = query,
+                                                         .a_stride = h->n_heads * from,
+                                                         .a_group_stride = from,
+                                                         .w = &w->k_t,
+                                                         .out = q,
+                                                         .out_stride = h->n_heads * dim,
+                                                         .out_group_stride = dim});
+    for (size_t r = 0; r < (size_t)f->s->n_tokens * h->n_heads; r++)
+        memcpy(q + r * dim + h->latent, query + r * from + h->nope, h->rope * sizeof *q);
+    run_absorbed(f, h, LAYER, scale, q, latent);
+    f->ops->group_matmul(f->d, &(struct dn_group_matmul){.a = latent,
+                                                         .a_stride = h->n_heads * h->latent,
+                                                         .a_group_stride = h->latent,
+                                                         .w = &w->v,
+                                                         .out = out,
+                                                         .out_stride = h->n_heads * h->v,
+                                                         .out_group_stride = h->v});
+}
+
+/* What f32 may add to the absorbed path: the error of q~ goes into mla_row(), whose result and error go through W_v. */
+static void absorbed_bound(const struct mla_shape *h, const struct mla_weights *w, uint32_t head,
+                           const struct mla_head *latents, const float *query, uint32_t position, double scale,
+                           double *out, double *bound)
+{
+    uint32_t dim = h->latent + h->rope;
+    double *x = malloc(h->nope * sizeof *x), *q = calloc(dim, sizeof *q), *q_err = calloc(dim, sizeof *q_err);
+    double *o = malloc(h->latent * sizeof *o), *o_err = malloc(h->latent * sizeof *o_err);
+    double *t = malloc((size_t)h->latent * h->nope * sizeof *t);
+    for (uint32_t i = 0; i < h->latent * h->nope; i++)
+        t[i] = w->k_value[((size_t)head * h->nope + i % h->nope) * h->latent + i / h->nope];
+    for (uint32_t i = 0; i < h->nope; i++)
+        x[i] = (double)query[i];
+    mla_product(t, h->latent, h->nope, x, NULL, false, q, q_err);
+    for (uint32_t i = 0; i < h->rope; i++)
+        q[h->latent + i] = (double)query[h->nope + i];
+    mla_row(latents, q, q_err, position, scale, o, o_err);
+    mla_product(w->v_value + (size_t)head * h->v * h->latent, h->v, h->latent, o, o_err, false, out, bound);
+    free(x);
+    free(q);
+    free(q_err);
+    free(o);
+    free(o_err);
+    free(t);
+}
+
+/* Both forms on the same cache. Both compute the same real number: they differ by the sum of their bounds at most. */
+static void check_forms(const char *isa, const struct mla_shape *h)
+{
+    struct fix f;
+    struct mla_weights w;
+    struct seq *q = calloc(N_PARTS, sizeof *q);
+    open_parts(&f, isa, 2, h, q);
+    mla_weights(&f, &w, h, DN_W_BF16, dn_cpu_matrix_row);
+    uint32_t from = h->nope + h->rope, dim = h->latent + h->rope;
+    float scale = 1.0f / sqrtf((float)from);
+    size_t rows = (size_t)f.s->n_tokens * h->n_heads;
+    float *query = fix_floats(&f, rows * from), *q_latent = fix_floats(&f, rows * dim),
+          *o_latent = fix_floats(&f, rows * h->latent), *a = fix_floats(&f, rows * h->v),
+          *u = fix_floats(&f, rows * h->v);
+    fill_normal(query, rows * from, 1.0f);
+    f.ops->step_begin(f.d, 1);
+    run_prefill(&f, h, LAYER, scale, &w, query, u);
+    absorbed_path(&f, h, &w, scale, query, q_latent, o_latent, a);
+    mla_step(&f);
+    double *x = malloc(from * sizeof *x), *out = malloc(h->v * sizeof *out), *bound = malloc(h->v * sizeof *bound),
+           *bound2 = malloc(h->v * sizeof *bound2), worst = 0, largest = 0;
+    for (uint32_t head = 0; head < h->n_heads; head++) {
+        for (uint32_t s = 0; s < N_PARTS; s++) {
+            struct mla_head expanded, latents;
+            mla_expand(&f, q + s, LAYER, h, &w, head, part[s].position + part[s].n, &expanded);
+            mla_latents(&f, q + s, LAYER, part[s].position + part[s].n, &latents);
+            for (int32_t t = f.s->token_start[s]; t < f.s->token_start[s + 1]; t += 5) {
+                size_t row = (size_t)t * h->n_heads + head;
+                for (uint32_t i = 0; i < from; i++)
+                    x[i] = (double)query[row * from + i];
+                mla_row(&expanded, x, NULL, (uint32_t)f.s->position[t], (double)scale, out, bound);
+                absorbed_bound(h, &w, head, &latents, query + row * from, (uint32_t)f.s->position[t], (double)scale,
+                               out, bound2);
+                for (uint32_t i = 0; i < h->v; i++) {
+                    double d = fabs((double)a[row * h->v + i] - (double)u[row * h->v + i]);
+                    cr_assert(d <= bound[i] + bound2[i],
+                              "%s: position %d head %u value %u: absorbed %.9g, un-absorbed %.9g, bound %.2g", isa,
+                              f.s->position[t], head, i, (double)a[row * h->v + i], (double)u[row * h->v + i],
+                              bound[i] + bound2[i]);
+                    worst = fmax(worst, d);
+                    largest = fmax(largest, fabs(out[i]));
+                }
+            }
+            mla_head_free(&expanded);
+            mla_head_free(&latents);
+        }
+    }
+    printf("%s, %u heads: absorbed and un-absorbed differ by %.2g at most, outputs up to %.2g\n", isa, h->n_heads,
+           worst, largest);
+    free(x);
+    free(out);
+    free(bound);
+    free(bound2);
+    free(q);
+    mla_weights_free(&w);
+    fix_close(&f);
+}
+
+Test(mla, absorbed_and_unabsorbed_agree_on_one_cache)
+{
+    FOR_EACH_ISA(isa)
+    {
+        check_forms(isa, shapes);
+        check_forms(isa, shapes + 3);
+        check_forms(isa, shapes + 2);
+    }
+}

@@ -136,8 +136,12 @@ template <bool symmetric> static __device__ __forceinline__ void dn_int4_fragmen
 {
     const uint32_t zero = symmetric ? 0x43084308 : 0x43004300;
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-        a[j] = dn_sub_bf16x2(((w >> (4 * j)) & 0x000f000f) | 0x43004300, zero);
+    for (int j = 0; j < 4; j++) {
+        /* (w >> 4j & mask) | 128: as one instruction. Left to itself the compiler makes two, of a pipe that is the limit. */
+        uint32_t v;
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(w >> (4 * j)), "n"(0x000f000f), "r"(0x43004300));
+        a[j] = dn_sub_bf16x2(v, zero);
+    }
 }
 static __device__ __forceinline__ uint32_t dn_int8_pair(uint32_t w) /* bytes 0 and 2 */
 {

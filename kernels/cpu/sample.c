@@ -33,34 +33,6 @@ struct call {
     size_t scratch_bytes;
 };
 
-void dn_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
-{
-    uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3], k0 = key[0], k1 = key[1];
-    for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-        c1 = (uint32_t)b;
-        c3 = (uint32_t)a;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    out[0] = c0;
-    out[1] = c1;
-    out[2] = c2;
-    out[3] = c3;
-}
-
-/* In [0, 1), 53 bits */
-static double uniform(const struct dn_sample *s)
-{
-    const uint32_t counter[4] = {(uint32_t)s->counter, (uint32_t)(s->counter >> 32), 0, 0};
-    const uint32_t key[2] = {(uint32_t)s->seed, (uint32_t)(s->seed >> 32)};
-    uint32_t x[4];
-    dn_philox(counter, key, x);
-    return (double)(((uint64_t)x[0] << 32 | x[1]) >> 11) * 0x1p-53;
-}
-
 /* ---- Penalties and bans ---- */
 
 static void penalise(const struct dn_sample *s, const uint16_t *count, float *value, uint32_t n)
@@ -79,12 +51,7 @@ static void penalise(const struct dn_sample *s, const uint16_t *count, float *va
         for (; i < end; i++) {
             if (count[i] == 0)
                 continue;
-            uint32_t output = count[i] & DN_COUNT_MAX;
-            float v = value[i];
-            v = v > 0.0f ? v / s->repetition : v * s->repetition;
-            if (output)
-                v -= s->frequency * (float)output + s->presence;
-            value[i] = v;
+            value[i] = dn_penalised(value[i], count[i], s->repetition, s->frequency, s->presence);
         }
     }
 }
@@ -372,9 +339,6 @@ static void log_probabilities(const struct call *c, const struct dn_sample *s, c
 
 /* ---- Rows ---- */
 
-/* As vLLM: less is greedy. Dividing by it would leave nothing but the maximum anyway. */
-static const float greedy_below = 1e-5f;
-
 static int32_t pick(const struct call *c, const struct dn_sample *s, const float *x, uint32_t n, uint32_t best,
                     struct scratch *t)
 {
@@ -384,10 +348,10 @@ static int32_t pick(const struct call *c, const struct dn_sample *s, const float
         best = c->d->row->argmax(y, n, &finite);
     if (!finite) /* every id is banned */
         return -1;
-    if (s->temperature < greedy_below)
+    if (s->temperature < DN_GREEDY_BELOW)
         return (int32_t)best;
     float inv_t = 1.0f / s->temperature;
-    double u = uniform(s);
+    double u = (double)dn_sample_bits(s->seed, s->counter) * 0x1p-53;
     if ((s->top_k <= 0 || (uint32_t)s->top_k >= n) && s->top_p >= 1.0f && s->min_p <= 0.0f)
         return draw_all(c, y, n, y[best], inv_t, u, t->weight);
     return draw_cut(c, s, y, n, y[best], inv_t, u, t);

@@ -1,8 +1,8 @@
 /* The CUDA device: opening it, its memory, ways to it, errors, the table of operations. step.cu has the steps.
  *
  * Memory: large allocations are cudaMalloc()s of their own, small ones share regions, so that a model's many vectors
- * don't take 2 MiB each. All of it is zero when it is given out. Given back, a region's part is not used again before all
- * of the region is free: nothing is freed but at the end.
+ * don't take 2 MiB each. All of it is zero when it is given out. Given back, a region's part is not used again before
+ * all of the region is free: nothing is freed but at the end.
  *
  * Copies from pageable memory go through pinned buffers of 4 MiB, two for each thread that copies: the driver's own way
  * for them is one at a time and slower than the bus.
@@ -455,7 +455,8 @@ static int explain(cudaError_t e, int index, const char *name, int arch, struct 
     case cudaErrorInsufficientDriver:
         if (driver == 0)
             return dn_err_set(err, DN_CONFIG, "no NVIDIA driver: libcuda.so.1 is not installed");
-        return dn_err_set(err, DN_CONFIG, "the NVIDIA driver knows CUDA %d.%d, expected at least %d.%d: update the driver",
+        return dn_err_set(err, DN_CONFIG,
+                          "the NVIDIA driver knows CUDA %d.%d, expected at least %d.%d: update the driver",
                           driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     case cudaErrorNoDevice:
         return dn_err_set(err, DN_CONFIG, "no GPU that CUDA can see%s",
@@ -496,13 +497,14 @@ static int open_parts(struct dn_cuda *c, struct dn_err *err)
     if (rc)
         return rc;
     size_t count_bytes;
-    if (__builtin_mul_overflow((size_t)c->conf.n_slots, (size_t)c->conf.n_vocab * sizeof *c->token_counts, &count_bytes))
+    if (__builtin_mul_overflow((size_t)c->conf.n_slots, (size_t)c->conf.n_vocab * sizeof *c->token_counts,
+                               &count_bytes))
         count_bytes = SIZE_MAX;
     c->token_counts = (uint16_t *)dn_cuda_alloc(&c->base, count_bytes);
     c->counters = (uint32_t *)dn_cuda_alloc(&c->base, DN_CUDA_COUNTERS * sizeof *c->counters);
     if (!c->token_counts || !c->counters)
-        return dn_err_set(err, DN_NO_MEMORY, "device %d, %s: no memory for %u slots of %u token counts", index, own->name,
-                          c->conf.n_slots, c->conf.n_vocab);
+        return dn_err_set(err, DN_NO_MEMORY, "device %d, %s: no memory for %u slots of %u token counts", index,
+                          own->name, c->conf.n_slots, c->conf.n_vocab);
     return 0;
 }
 
@@ -528,4 +530,5 @@ static int open_device(const struct dn_device_conf *conf, struct dn_device **out
     return 0;
 }
 
-extern "C" __attribute__((visibility("default"))) const struct dn_backend dn_backend = {DN_KERNELS_ABI, "cuda", open_device};
+extern "C" __attribute__((visibility("default")))
+const struct dn_backend dn_backend = {DN_KERNELS_ABI, "cuda", open_device};

@@ -4,10 +4,10 @@
  * records and replays graphs. An operation is one function dn_cuda_<op>() in the file of its name: it chooses a kernel
  * and launches it on dn_cuda.stream with dn_launch(). It never allocates, synchronises or reads device memory.
  *
- * Sizes: kernels take the numbers of tokens, sequences and rows from device memory (dn_cuda_step.count), since a recorded
- * launch serves every step of its bucket. Grids are made for dn_cuda.n_tokens etc.: in a decode step the bucket, in
- * prefill the step's own. Rows beyond the count may be computed on garbage within the buffers, but must not write pages,
- * token counts, tags or results.
+ * Sizes: kernels take the numbers of tokens, sequences and rows from device memory (dn_cuda_step.count), since a
+ * recorded launch serves every step of its bucket. Grids are made for dn_cuda.n_tokens etc.: in a decode step the
+ * bucket, in prefill the step's own. Rows beyond the count may be computed on garbage within the buffers, but must not
+ * write pages, token counts, tags or results.
  *
  * Activations are bf16. Errors: the first one sticks (dn_cuda_failed()), later launches of the step are harmless, and
  * step_wait() reports it: the device is lost then.
@@ -48,21 +48,21 @@ enum { DN_CUDA_COUNTERS = 1 << 16 };
 struct dn_cuda {
     struct dn_device base;
     struct dn_device_conf conf;
-    int n_sms, arch; /* arch: 90 = sm_90 */
+    int n_sms, arch;     /* arch: 90 = sm_90 */
     size_t shared_bytes; /* most that a block may opt in to */
     cudaStream_t stream; /* all operations; while check_tags() is called, the stream of its branch */
 
     /* The step that operations are being called for. */
     enum dn_step_kind kind;
     uint32_t n_tokens, n_seqs, n_rows; /* what grids are made for; >= the counts in device memory */
-    uint32_t max_pages;                /* of one sequence: prefill grids over contexts; a bound, in decode the limit's */
+    uint32_t max_pages; /* of one sequence: prefill grids over contexts; a bound, in decode the limit's */
     struct dn_cuda_step step;
     bool measuring; /* prepare() wants sizes: dn_cuda_workspace() notes, dn_launch() does nothing */
     bool failed;    /* dn_cuda_failed() was called: dn_launch() does nothing */
     bool plain;     /* the next launch follows more than its stream's last kernel: no programmatic launch */
 
-    uint16_t *token_counts; /* [conf.n_slots][conf.n_vocab], DN_CUDA_COUNT_PROMPT | output count */
-    uint32_t *counters;     /* [DN_CUDA_COUNTERS] zero between operations: whoever counts up sets back to 0 */
+    uint16_t *token_counts;      /* [conf.n_slots][conf.n_vocab], DN_CUDA_COUNT_PROMPT | output count */
+    uint32_t *counters;          /* [DN_CUDA_COUNTERS] zero between operations: whoever counts up sets back to 0 */
     struct dn_cuda_private *own; /* device.cu, step.cu */
 };
 
@@ -85,10 +85,10 @@ void dn_cuda_failed(struct dn_cuda *c, cudaError_t e, const char *what);
 /* Lets a kernel's blocks have more than 48 KiB of dynamic shared memory; asks the driver once. */
 cudaError_t dn_cuda_allow_shared(struct dn_cuda *c, const void *kernel, size_t bytes);
 
-/* A way of its own to the device for a thread that loads weights: a stream and two pinned buffers, so that one is filled
- * while the other is copied. Any thread; one thread a lane.
- *     lane = take(); for each piece: p = buffer(lane); fill p; send(lane, dst, n); put(lane);
- * Kernels may be launched on stream(lane) to work on what was sent. put() waits for all of it. */
+/* A way of its own to the device for a thread that loads weights: a stream and two pinned buffers, so that one is
+ * filled while the other is copied. Any thread; one thread a lane. lane = take(); for each piece: p = buffer(lane);
+ * fill p; send(lane, dst, n); put(lane); Kernels may be launched on stream(lane) to work on what was sent. put() waits
+ * for all of it. */
 enum { DN_CUDA_LANE_BYTES = 4 << 20 };
 struct dn_cuda_lane;
 struct dn_cuda_lane *dn_cuda_lane_take(struct dn_cuda *c); /* NULL: no memory, noted by dn_cuda_failed() */
@@ -97,9 +97,9 @@ void dn_cuda_lane_send(struct dn_cuda_lane *lane, void *dst, size_t bytes); /* o
 cudaStream_t dn_cuda_lane_stream(struct dn_cuda_lane *lane);
 void dn_cuda_lane_put(struct dn_cuda_lane *lane);
 
-/* Launches with programmatic dependent launch: the kernel may start while its predecessor still runs. Every kernel of this
- * folder therefore calls dn_wait_previous() in all its threads before it reads or writes anything that another kernel
- * writes (weights and constant tables may be fetched before), and dn_start_next() early. */
+/* Launches with programmatic dependent launch: the kernel may start while its predecessor still runs. Every kernel of
+ * this folder therefore calls dn_wait_previous() in all its threads before it reads or writes anything that another
+ * kernel writes (weights and constant tables may be fetched before), and dn_start_next() early. */
 template <typename... Params, typename... Args>
 static inline void dn_launch(struct dn_cuda *c, const char *what, void (*kernel)(Params...), dim3 grid, dim3 block,
                              size_t shared, Args... args)
@@ -147,20 +147,20 @@ static __device__ __forceinline__ uint64_t dn_page_offset(const struct dn_kv_lay
 }
 
 /* The operations, by file. */
-void dn_cuda_embed(struct dn_device *d, const struct dn_embed *p);               /* rows.cu */
-void dn_cuda_rmsnorm(struct dn_device *d, const struct dn_rmsnorm *p);           /* rows.cu */
-void dn_cuda_norm_act(struct dn_device *d, const struct dn_norm_act *p);         /* rows.cu */
-void dn_cuda_silu_mul(struct dn_device *d, const struct dn_silu_mul *p);         /* rows.cu */
-void dn_cuda_check_tags(struct dn_device *d, const struct dn_check_tags *p);     /* tags.cu */
-void dn_cuda_route(struct dn_device *d, const struct dn_route *p);               /* route.cu */
-void dn_cuda_qkv_write(struct dn_device *d, const struct dn_qkv_write *p);       /* gqa_write.cu */
-void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p);       /* gqa_attention.cu */
-void dn_cuda_mla_write(struct dn_device *d, const struct dn_mla_write *p);       /* mla_write.cu */
-void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p); /* mla_decode.cu */
-void dn_cuda_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p);   /* mla_prefill.cu */
-void dn_cuda_sample_rows(struct dn_device *d, const struct dn_sample_rows *p);   /* sample.cu */
+void dn_cuda_embed(struct dn_device *d, const struct dn_embed *p);                             /* rows.cu */
+void dn_cuda_rmsnorm(struct dn_device *d, const struct dn_rmsnorm *p);                         /* rows.cu */
+void dn_cuda_norm_act(struct dn_device *d, const struct dn_norm_act *p);                       /* rows.cu */
+void dn_cuda_silu_mul(struct dn_device *d, const struct dn_silu_mul *p);                       /* rows.cu */
+void dn_cuda_check_tags(struct dn_device *d, const struct dn_check_tags *p);                   /* tags.cu */
+void dn_cuda_route(struct dn_device *d, const struct dn_route *p);                             /* route.cu */
+void dn_cuda_qkv_write(struct dn_device *d, const struct dn_qkv_write *p);                     /* gqa_write.cu */
+void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p);                     /* gqa_attention.cu */
+void dn_cuda_mla_write(struct dn_device *d, const struct dn_mla_write *p);                     /* mla_write.cu */
+void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p);             /* mla_decode.cu */
+void dn_cuda_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p);                 /* mla_prefill.cu */
+void dn_cuda_sample_rows(struct dn_device *d, const struct dn_sample_rows *p);                 /* sample.cu */
 void dn_cuda_slot_fill(struct dn_device *d, int32_t slot, const int32_t *prompt_id, size_t n); /* sample.cu */
-size_t dn_cuda_matrix_bytes(const struct dn_matrix *m);                          /* pack.cu */
+size_t dn_cuda_matrix_bytes(const struct dn_matrix *m);                                        /* pack.cu */
 int dn_cuda_matrix_pack(struct dn_device *d, struct dn_matrix *m, uint32_t row0, uint32_t n,
                         const struct dn_rows *rows);                             /* pack.cu */
 void dn_cuda_matmul(struct dn_device *d, const struct dn_matmul *p);             /* matmul.cu */

@@ -46,7 +46,7 @@ struct dn_cuda_private {
     size_t workspace_bytes, measured_bytes;
 
     /* The step. */
-    struct dn_step step; /* host arrays */
+    struct dn_step step;    /* host arrays */
     uint8_t *host, *device; /* one block on each side, of the same layout */
     size_t begin_prefill, begin_decode, page_at, block_bytes, host_bytes;
     struct dn_cuda_step prefill, decode; /* device pointers, by kind */
@@ -59,7 +59,8 @@ struct dn_cuda_private {
 
     cudaStream_t main, side;
     cudaEvent_t fork, joined, done;
-    bool forked; /* the side branch has work that the main stream has not waited for */
+    bool forked;        /* the side branch has work that the main stream has not waited for */
+    bool pages_checked; /* of the step that runs eagerly */
     enum dn_cuda_mode mode;
     struct dn_cuda_list *current;
     uint32_t current_bucket;

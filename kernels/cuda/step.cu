@@ -3,12 +3,12 @@
  * Arrays. The host's arrays lie in one pinned block and the device's in one of the same layout:
  *     token arrays | results | counts, bad, arrays of sequences, rows, samples | token arrays of decode | page ids
  * so that one copy uploads a step: a decode step from its counts to its last page id (a step's tokens are copied to the
- * small arrays for it), a prefill step from the token arrays on. Device addresses never change, as recorded graphs need.
- * Tags are not uploaded: the check reads each once, straight from the pinned memory and beside the first operations.
- * bad[] is zero in what is uploaded. The check writes it on both sides; results come back in one copy.
+ * small arrays for it), a prefill step from the token arrays on. Device addresses never change, as recorded graphs
+ * need. Tags are not uploaded: the check reads each once, straight from the pinned memory and beside the first
+ * operations. bad[] is zero in what is uploaded. The check writes it on both sides; results come back in one copy.
  *
- * Decode steps of a prepared list are one graph: sizes of the bucket in the grids, counts from memory. Prefill steps are
- * launched one by one, on the same streams.
+ * Decode steps of a prepared list are one graph: sizes of the bucket in the grids, counts from memory. Prefill steps
+ * are launched one by one, on the same streams.
  *
  * The branch: token counting and the tag check run on a side stream from the step's start; the first operation that
  * touches pages, the sampler or the end of the step joins it. The launch after a join, and the first of a stream, is no
@@ -252,9 +252,9 @@ static void check_pages(const struct dn_cuda *c)
 void dn_cuda_uses_pages(struct dn_cuda *c)
 {
     struct dn_cuda_private *own = c->own;
-    if (!own->current->uses_pages && own->mode == DN_CUDA_EAGER)
+    if (own->mode == DN_CUDA_EAGER && !own->pages_checked)
         check_pages(c);
-    own->current->uses_pages = true;
+    own->pages_checked = own->current->uses_pages = true;
     dn_cuda_join_check(c);
 }
 
@@ -383,7 +383,7 @@ static void check_step(const struct dn_cuda *c)
         check_seq(c, q);
     for (uint32_t row = 0; row < s->n_rows; row++)
         check_row(c, row);
-    if (c->own->current->uses_pages)
+    if (c->own->current->ready && c->own->current->uses_pages)
         check_pages(c);
 }
 
@@ -451,6 +451,7 @@ bool dn_cuda_step_begin(struct dn_device *d, uint32_t list)
         return false;
     }
     own->mode = DN_CUDA_EAGER;
+    own->pages_checked = own->current->ready && own->current->uses_pages;
     if (b < own->n_buckets && s->n_rows <= own->bucket[b])
         decode_sizes(c, own->bucket[b]);
     else

@@ -1,9 +1,10 @@
 /* The tag check, and token counts for penalties: what a step does beside its first operations.
  *
- * check_tags: one block a sequence compares the tag that each of its pages must have with the table. The step's new tags
- * reach the table in the same launch, by blocks of their own; no block reads an entry that changes: it takes the new tag
- * from the step. So there is no order between blocks. The first wrong page is a minimum over the block: the same whatever
- * the threads do. 16 bytes a page, of which 8 come over PCIe: at batch 64 and 8k tokens 128 KiB, some 3 us.
+ * check_tags: one block a sequence compares the tag that each of its pages must have with the table. The step's new
+ * tags reach the table in the same launch, by blocks of their own; no block reads an entry that changes: it takes the
+ * new tag from the step. So there is no order between blocks. The first wrong page is a minimum over the block: the
+ * same whatever the threads do. 16 bytes a page, of which 8 come over PCIe: at batch 64 and 8k tokens 128 KiB, some 3
+ * us.
  */
 #include "kernels/cuda/own.cuh"
 

@@ -277,6 +277,18 @@ static void decode_sizes(struct dn_cuda *c, uint32_t bucket)
     set_sizes(c, DN_STEP_DECODE, bucket, bucket, min_u32(bucket, l->rows), l->pages);
 }
 
+/* While it prepares, the caller sees the pass's kind and counts, and calls the operations of such a step. */
+static int show_sizes(struct dn_cuda *c)
+{
+    struct dn_step *s = &c->own->step;
+    s->kind = c->kind;
+    s->n_tokens = c->n_tokens;
+    s->n_seqs = c->n_seqs;
+    s->n_rows = c->n_rows;
+    s->n_tags = s->tag_first = 0;
+    return 1;
+}
+
 static void begin_recording(struct dn_cuda *c, uint32_t bucket)
 {
     struct dn_cuda_private *own = c->own;
@@ -321,11 +333,11 @@ int dn_cuda_prepare(struct dn_device *d, uint32_t list, struct dn_err *err)
         current->ready = current->uses_pages = false;
         own->measured_bytes = 0;
         set_sizes(c, DN_STEP_PREFILL, l->tokens, min_u32(l->seqs, l->tokens), l->rows, l->pages);
-        return 1;
+        return show_sizes(c);
     }
     if (pass == 1) {
         decode_sizes(c, own->bucket[own->n_buckets - 1]);
-        return 1;
+        return show_sizes(c);
     }
     if (pass == 2) {
         rc = take_workspace(c, own->measured_bytes, err);
@@ -334,7 +346,7 @@ int dn_cuda_prepare(struct dn_device *d, uint32_t list, struct dn_err *err)
     }
     if (pass - 2 < own->n_buckets) {
         begin_recording(c, pass - 2);
-        return 1;
+        return show_sizes(c);
     }
     current->next = 0; /* asked again it starts anew: tests do */
     current->ready = true;

@@ -437,12 +437,18 @@ int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **ou
  * threads of its own. */
 enum { DN_KERNELS_ABI = 2 };
 struct dn_backend {
-    uint32_t abi;     /* DN_KERNELS_ABI */
-    const char *name; /* "cuda" */
+    uint32_t abi;         /* DN_KERNELS_ABI */
+    const char *name;     /* "cuda" */
+    uint32_t page_tokens; /* dn_kernels.page_tokens of its devices: limits are chosen before one is open */
     int (*open)(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err);
+    /* For people: what this backend sees on the machine, a line for the driver and one for each device, with what would
+     * go wrong and its remedy. Opens nothing. May be NULL. */
+    void (*survey)(void (*line)(void *ctx, bool usable, const char *text), void *ctx);
 };
 /* -DN_NOT_FOUND: there is no such file (the caller may go on with the CPU, and says so). DN_CONFIG: it is no backend,
- * or one for another version. Otherwise what the backend's open says: no device, an old driver, ... */
+ * or one for another version. */
+int dn_kernels_load_library(const char *path, const struct dn_backend **out, struct dn_err *err);
+/* Loads and opens: as above, or what the backend's open says: no device, an old driver, ... */
 int dn_kernels_open_library(const char *path, const struct dn_device_conf *conf, struct dn_device **out,
                             struct dn_err *err);
 

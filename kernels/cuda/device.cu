@@ -13,7 +13,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { REGION_BYTES = 32 << 20, MAX_SHARED_BYTES = 2 << 20, ALIGNMENT = 256, DIRECT_BYTES = 64 << 10 };
+enum {
+    REGION_BYTES = 32 << 20,
+    MAX_SHARED_BYTES = 2 << 20,
+    ALIGNMENT = 256,
+    DIRECT_BYTES = 64 << 10,
+    PAGE_TOKENS = 64
+};
 
 struct dn_cuda_region {
     uint8_t *data;
@@ -409,7 +415,7 @@ static const struct dn_kernels *table(void)
     static struct dn_kernels t;
     t.name = "cuda";
     t.act_bytes = 2;
-    t.page_tokens = 64;
+    t.page_tokens = PAGE_TOKENS;
     t.splits_steps = true;
     t.close = close_device;
     t.describe = describe;
@@ -454,7 +460,7 @@ static int explain(cudaError_t e, int index, const char *name, int arch, struct 
     switch (e) {
     case cudaErrorInsufficientDriver:
         if (driver == 0)
-            return dn_err_set(err, DN_CONFIG, "no NVIDIA driver: libcuda.so.1 is not installed");
+            return dn_err_set(err, DN_CONFIG, "no NVIDIA driver (libcuda.so.1 is not installed)");
         return dn_err_set(err, DN_CONFIG,
                           "the NVIDIA driver knows CUDA %d.%d, expected at least %d.%d: update the driver",
                           driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
@@ -530,5 +536,58 @@ static int open_device(const struct dn_device_conf *conf, struct dn_device **out
     return 0;
 }
 
+/* ---- What there is, for people ---- */
+
+typedef void survey_line(void *ctx, bool usable, const char *text);
+
+static void survey_device(int i, survey_line *line, void *ctx)
+{
+    char text[512];
+    struct dn_err err = {};
+    cudaDeviceProp prop;
+    cudaFuncAttributes attr;
+    size_t available = 0, total = 0;
+    cudaError_t e = cudaGetDeviceProperties(&prop, i);
+    if (e != cudaSuccess) {
+        explain(e, i, "", 0, &err);
+        line(ctx, false, err.text);
+        return;
+    }
+    int arch = prop.major * 10 + prop.minor;
+    if ((e = cudaSetDevice(i)) != cudaSuccess || (e = cudaFuncGetAttributes(&attr, probe)) != cudaSuccess ||
+        (e = cudaMemGetInfo(&available, &total)) != cudaSuccess) {
+        explain(e, i, prop.name, arch, &err);
+        line(ctx, false, err.text);
+        return;
+    }
+    bool little = available < total / 2;
+    snprintf(text, sizeof text, "device %d: %s, sm_%d, %.1f of %.1f GiB free%s", i, prop.name, arch,
+             (double)available / (1 << 30), (double)total / (1 << 30),
+             little ? "; other programs hold the rest: end them, or set engine.kv_memory" : "");
+    line(ctx, true, text);
+    cudaDeviceReset(); /* nothing of it stays in use */
+}
+
+static void survey(survey_line *line, void *ctx)
+{
+    int n = 0, driver = 0;
+    char text[128], release[32];
+    struct dn_err err = {};
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e != cudaSuccess) {
+        explain(e, 0, "", 0, &err);
+        line(ctx, false, err.text);
+        return;
+    }
+    cudaDriverGetVersion(&driver);
+    driver_release(release, sizeof release);
+    snprintf(text, sizeof text, "driver %s, CUDA %d.%d; this library is built with CUDA %d.%d",
+             *release ? release : "?", driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+             CUDART_VERSION % 1000 / 10);
+    line(ctx, true, text);
+    for (int i = 0; i < n; i++)
+        survey_device(i, line, ctx);
+}
+
 extern "C" __attribute__((visibility("default")))
-const struct dn_backend dn_backend = {DN_KERNELS_ABI, "cuda", open_device};
+const struct dn_backend dn_backend = {DN_KERNELS_ABI, "cuda", PAGE_TOKENS, open_device, survey};

@@ -222,26 +222,32 @@ static UNUSED void mla_row(const struct mla_head *m, const double *q, const doub
     free(s);
 }
 
-/* y = W x for rows of W, and the error of computing it: (n + 3) 2^-24 sum|w x|; with activations rounded to 16 bits,
- * half of 2^-15 of the largest of each 32 (DN_ACT_MAX is 127 * 256) times sum|w|; plus sum|w| x_err. */
+/* y = W x for rows of W, and the error of computing it: (n + 4) 2^-24 sum|w x|, of which one is for x itself; with
+ * activations rounded to 16 bits, half of 2^-15 of the largest of each 32 (DN_ACT_MAX is 127 * 256) times sum|w|; plus
+ * sum|w| x_err. */
 static UNUSED void mla_product(const double *w, uint32_t n_out, uint32_t n_in, const double *x, const double *x_err,
                                bool rounds, double *y, double *y_err)
 {
     for (uint32_t r = 0; r < n_out; r++) {
-        double dot = 0, err = 0;
-        for (uint32_t g = 0; g < n_in; g += 32) {
-            double top = 0, size = 0;
+        const double *row = w + (size_t)r * n_in;
+        double dot = 0, size = 0, err = 0;
+        for (uint32_t i = 0; i < n_in; i++) {
+            double p = row[i] * x[i];
+            dot += p;
+            size += fabs(p);
+        }
+        for (uint32_t i = 0; x_err && i < n_in; i++)
+            err += fabs(row[i]) * x_err[i];
+        for (uint32_t g = 0; rounds && g < n_in; g += 32) {
+            double top = 0, weights = 0;
             for (uint32_t i = g; i < n_in && i < g + 32; i++) {
-                double p = w[(size_t)r * n_in + i] * x[i];
-                dot += p;
-                err += (n_in + 3) * 0x1p-24 * fabs(p) + (x_err ? fabs(w[(size_t)r * n_in + i]) * x_err[i] : 0);
                 top = fmax(top, fabs(x[i]));
-                size += fabs(w[(size_t)r * n_in + i]);
+                weights += fabs(row[i]);
             }
-            err += rounds ? 0x1p-15 * top * size : 0;
+            err += 0x1p-15 * top * weights;
         }
         y[r] = dot;
-        y_err[r] = err;
+        y_err[r] = err + (n_in + 4) * 0x1p-24 * size;
     }
 }
 
@@ -249,22 +255,19 @@ static UNUSED void mla_product(const double *w, uint32_t n_out, uint32_t n_in, c
 static UNUSED void mla_expand(const struct fix *f, const struct seq *s, uint32_t layer, const struct mla_shape *h,
                               const struct mla_weights *w, uint32_t head, uint32_t n, struct mla_head *m)
 {
-    double *c = malloc(h->latent * sizeof *c), *err = malloc(h->latent * sizeof *err);
+    double *c = malloc(h->latent * sizeof *c);
     mla_head_init(m, n, h->nope + h->rope, h->v);
     for (uint32_t t = 0; t < n; t++) {
-        for (uint32_t i = 0; i < h->latent; i++) {
+        for (uint32_t i = 0; i < h->latent; i++)
             c[i] = mla_get(f, s, t, layer, i);
-            err[i] = fabs(c[i]) * 0x1p-24;
-        }
-        mla_product(w->k_value + (size_t)head * h->nope * h->latent, h->nope, h->latent, c, err, w->rounds_activations,
+        mla_product(w->k_value + (size_t)head * h->nope * h->latent, h->nope, h->latent, c, NULL, w->rounds_activations,
                     m->key + (size_t)t * m->key_dim, m->key_err + (size_t)t * m->key_dim);
-        mla_product(w->v_value + (size_t)head * h->v * h->latent, h->v, h->latent, c, err, w->rounds_activations,
+        mla_product(w->v_value + (size_t)head * h->v * h->latent, h->v, h->latent, c, NULL, w->rounds_activations,
                     m->value + (size_t)t * h->v, m->val_err + (size_t)t * h->v);
         for (uint32_t i = 0; i < h->rope; i++)
             m->key[(size_t)t * m->key_dim + h->nope + i] = mla_get(f, s, t, layer, h->latent + i);
     }
     free(c);
-    free(err);
 }
 
 /* All heads as the absorbed form sees them. */

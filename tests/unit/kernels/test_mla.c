@@ -16,17 +16,23 @@ enum { N_SHAPES = sizeof shapes / sizeof *shapes, LAYER = 1 };
 static const struct part {
     uint32_t position, n;
     enum dn_kv_format format;
-} part[] = {{0, 1, DN_KV_BF16},   {0, 1, DN_KV_FP8},   {15, 1, DN_KV_FP8},   {16, 1, DN_KV_BF16},
-            {0, 17, DN_KV_FP8},   {63, 2, DN_KV_BF16}, {3, 130, DN_KV_FP8},  {0, 65, DN_KV_BF16},
-            {511, 2, DN_KV_BF16}, {600, 1, DN_KV_FP8}, {778, 1, DN_KV_BF16}, {250, 12, DN_KV_FP8}};
+} part[] = {{0, 1, DN_KV_BF16},   {15, 1, DN_KV_FP8},  {0, 17, DN_KV_FP8},  {63, 2, DN_KV_BF16}, {250, 12, DN_KV_FP8},
+            {257, 1, DN_KV_BF16}, {0, 1, DN_KV_FP8},   {16, 1, DN_KV_BF16}, {3, 130, DN_KV_FP8}, {0, 65, DN_KV_BF16},
+            {511, 2, DN_KV_BF16}, {600, 1, DN_KV_FP8}, {778, 1, DN_KV_BF16}};
 enum { N_PARTS = sizeof part / sizeof *part };
+
+/* The first ones suffice for large latents, whose oracle takes long. */
+static uint32_t n_parts(const struct mla_shape *h)
+{
+    return h->latent >= 512 ? 6 : N_PARTS;
+}
 
 static void open_parts(struct fix *f, const char *isa, unsigned n_threads, const struct mla_shape *h, struct seq *q)
 {
     fix_open(f, isa, n_threads, 16);
     mla_arena(f, 2, h, 256);
     step_clear(f);
-    for (uint32_t i = 0; i < N_PARTS; i++) {
+    for (uint32_t i = 0; i < n_parts(h); i++) {
         mla_seq(f, q + i, part[i].format, part[i].position + part[i].n);
         mla_fill_all(f, q + i, part[i].position + part[i].n);
         step_add(f, q + i, part[i].position, part[i].n);
@@ -72,7 +78,7 @@ static void check_absorbed(const char *isa, unsigned n_threads, const struct mla
     f.ops->step_begin(f.d, 1);
     run_absorbed(&f, h, LAYER, scale, query, out);
     mla_step(&f);
-    for (uint32_t s = 0; s < N_PARTS; s++) {
+    for (uint32_t s = 0; s < n_parts(h); s++) {
         struct mla_head m;
         mla_latents(&f, q + s, LAYER, part[s].position + part[s].n, &m);
         for (uint32_t head = 0; head < h->n_heads; head++)
@@ -111,7 +117,7 @@ static void check_prefill(const char *isa, unsigned n_threads, const struct mla_
     f.ops->step_begin(f.d, 1);
     run_prefill(&f, h, LAYER, scale, &w, query, out);
     mla_step(&f);
-    for (uint32_t s = 0; s < N_PARTS; s++) {
+    for (uint32_t s = 0; s < n_parts(h); s++) {
         for (uint32_t head = 0; head < h->n_heads; head++) {
             struct mla_head m;
             mla_expand(&f, q + s, LAYER, h, &w, head, part[s].position + part[s].n, &m);
@@ -211,7 +217,7 @@ static void check_forms(const char *isa, const struct mla_shape *h)
     double *x = malloc(from * sizeof *x), *out = malloc(h->v * sizeof *out), *bound = malloc(h->v * sizeof *bound),
            *bound2 = malloc(h->v * sizeof *bound2), worst = 0, largest = 0;
     for (uint32_t head = 0; head < h->n_heads; head++) {
-        for (uint32_t s = 0; s < N_PARTS; s++) {
+        for (uint32_t s = 0; s < n_parts(h); s++) {
             struct mla_head expanded, latents;
             mla_expand(&f, q + s, LAYER, h, &w, head, part[s].position + part[s].n, &expanded);
             mla_latents(&f, q + s, LAYER, part[s].position + part[s].n, &latents);
@@ -254,5 +260,199 @@ Test(mla, absorbed_and_unabsorbed_agree_on_one_cache)
         check_forms(isa, shapes);
         check_forms(isa, shapes + 3);
         check_forms(isa, shapes + 2);
+    }
+}
+
+/* ---- The same bits in all ways ---- */
+
+struct bits {
+    const char *isa;
+    const struct mla_shape *h;
+    enum dn_kv_format format;
+    bool absorbed;
+};
+
+enum { BITS_N = 600 };
+
+static void run_bits(struct fix *f, const struct bits *b, const struct mla_weights *w, const float *q, float *out)
+{
+    f->ops->step_begin(f->d, 1);
+    if (b->absorbed)
+        run_absorbed(f, b->h, 0, 0.1f, q, out);
+    else
+        run_prefill(f, b->h, 0, 0.1f, w, q, out);
+    mla_step(f);
+}
+
+/* Rows of one sequence: chunks behind rows of another one of the other format, single tokens with NaN in all later
+ * positions, on 1 and 3 threads. */
+static void check_bits(const struct bits *b)
+{
+    const struct mla_shape *h = b->h;
+    uint32_t from = h->n_heads * (b->absorbed ? h->latent + h->rope : h->nope + h->rope),
+             to = h->n_heads * (b->absorbed ? h->latent : h->v);
+    float *all = malloc((size_t)BITS_N * to * sizeof *all), *kept = malloc((size_t)BITS_N * from * sizeof *kept);
+    for (unsigned k = 1; k <= 3; k += 2) {
+        struct fix f;
+        struct seq q, other;
+        struct mla_weights w;
+        rng_state = 7;
+        fix_open(&f, b->isa, k, 16);
+        mla_arena(&f, 1, h, 128);
+        mla_seq(&f, &q, b->format, BITS_N);
+        mla_fill_all(&f, &q, BITS_N);
+        mla_seq(&f, &other, b->format == DN_KV_FP8 ? DN_KV_BF16 : DN_KV_FP8, 200);
+        mla_fill_all(&f, &other, 200);
+        mla_weights(&f, &w, h, DN_W_BF16, dn_cpu_matrix_row);
+        float *rows = fix_floats(&f, (size_t)FIX_TOKENS * from), *out = fix_floats(&f, (size_t)FIX_TOKENS * to);
+        fill_normal(rows, (size_t)BITS_N * from, 1.0f);
+        step_clear(&f);
+        step_add(&f, &q, 0, BITS_N);
+        run_bits(&f, b, &w, rows, out);
+        if (k == 1) {
+            memcpy(all, out, (size_t)BITS_N * to * sizeof *all);
+            memcpy(kept, rows, (size_t)BITS_N * from * sizeof *kept);
+        }
+        cr_assert(memcmp(all, out, (size_t)BITS_N * to * sizeof *all) == 0, "%s: %u threads change bits", b->isa, k);
+        static const uint32_t chunk[] = {1, 2, 3, 16, 33, 64, 100, 257};
+        for (uint32_t at = 0, c = 0; at < BITS_N; c++) {
+            uint32_t n = chunk[c % 8] < BITS_N - at ? chunk[c % 8] : BITS_N - at, m = rng_below(3) * 20;
+            step_clear(&f);
+            if (m)
+                step_add(&f, &other, 100, m);
+            step_add(&f, &q, at, n);
+            fill_normal(rows, (size_t)m * from, 1.0f);
+            memcpy(rows + (size_t)m * from, kept + (size_t)at * from, (size_t)n * from * sizeof *rows);
+            run_bits(&f, b, &w, rows, out);
+            cr_assert(memcmp(all + (size_t)at * to, out + (size_t)m * to, (size_t)n * to * sizeof *all) == 0,
+                      "%s, %s, %u threads: chunk [%u, %u) behind %u rows of another sequence differs", b->isa,
+                      b->absorbed ? "absorbed" : "un-absorbed", k, at, at + n, m);
+            at += n;
+        }
+        for (uint32_t p = BITS_N; p-- > 0; mla_forget(&f, &q, p)) {
+            if (p % 61 != 0 && p % 256 < 254)
+                continue;
+            step_clear(&f);
+            step_add(&f, &q, p, 1);
+            run_bits(&f, b, &w, kept + (size_t)p * from, out);
+            cr_assert(memcmp(all + (size_t)p * to, out, to * sizeof *all) == 0, "%s, %s, %u threads: token %u alone",
+                      b->isa, b->absorbed ? "absorbed" : "un-absorbed", k, p);
+        }
+        mla_weights_free(&w);
+        fix_close(&f);
+    }
+    free(all);
+    free(kept);
+}
+
+Test(mla, gives_the_same_bits_in_any_chunk_batch_and_number_of_threads)
+{
+    FOR_EACH_ISA(isa)
+    {
+        for (int absorbed = 0; absorbed < 2; absorbed++) {
+            check_bits(&(struct bits){isa, shapes + 3, DN_KV_BF16, absorbed});
+            check_bits(&(struct bits){isa, shapes + 3, DN_KV_FP8, absorbed});
+            check_bits(&(struct bits){isa, shapes + 1, DN_KV_FP8, absorbed});
+            check_bits(&(struct bits){isa, shapes + 2, DN_KV_BF16, absorbed});
+        }
+    }
+}
+
+/* ---- Bad sequences, NaN ---- */
+
+Test(mla, of_a_bad_sequence_is_zero_and_leaves_the_others_alone)
+{
+    FOR_EACH_ISA(isa)
+    {
+        const struct mla_shape *h = shapes + 3;
+        struct fix f;
+        struct seq a, b;
+        struct mla_weights w;
+        fix_open(&f, isa, 2, 16);
+        mla_arena(&f, 1, h, 64);
+        mla_seq(&f, &a, DN_KV_BF16, 40);
+        mla_seq(&f, &b, DN_KV_FP8, 40);
+        mla_fill_all(&f, &a, 40);
+        mla_fill_all(&f, &b, 40);
+        mla_weights(&f, &w, h, DN_W_BF16, dn_cpu_matrix_row);
+        step_clear(&f);
+        step_add(&f, &a, 0, 40);
+        step_add(&f, &b, 0, 40);
+        uint64_t *table = calloc(4096, sizeof *table);
+        for (int32_t i = 0; i < f.s->page_start[2]; i++)
+            f.s->tag[i] = table[f.s->page[i]] = 1000u + (unsigned)i;
+        for (int absorbed = 0; absorbed < 2; absorbed++) {
+            struct bits how = {isa, h, DN_KV_BF16, absorbed};
+            uint32_t from = h->n_heads * (absorbed ? h->latent + h->rope : h->nope + h->rope),
+                     to = h->n_heads * (absorbed ? h->latent : h->v);
+            float *q = fix_floats(&f, (size_t)80 * from), *good = fix_floats(&f, (size_t)80 * to),
+                  *out = fix_floats(&f, (size_t)80 * to);
+            fill_normal(q, (size_t)80 * from, 1.0f);
+            run_bits(&f, &how, &w, q, good);
+            memset(out, 0xff, (size_t)80 * to * sizeof *out);
+            f.s->check[0] = f.s->check[1] = 1;
+            f.s->tag[1]++;
+            uint32_t page = f.s->page[1];
+            f.s->page[1] = UINT32_MAX; /* never to be followed */
+            f.ops->step_begin(f.d, 1);
+            f.ops->check_tags(f.d, &(struct dn_check_tags){table, 4096});
+            if (absorbed)
+                run_absorbed(&f, h, 0, 0.1f, q, out);
+            else
+                run_prefill(&f, h, 0, 0.1f, &w, q, out);
+            mla_step(&f);
+            f.s->page[1] = page;
+            f.s->tag[1]--;
+            f.s->check[0] = f.s->check[1] = 0;
+            cr_assert_eq(f.s->bad[0], 2);
+            cr_assert_eq(f.s->bad[1], 0);
+            for (uint32_t i = 0; i < 40 * to; i++)
+                cr_assert_eq(out[i], 0.0f);
+            cr_assert(memcmp(out + (size_t)40 * to, good + (size_t)40 * to, (size_t)40 * to * sizeof *out) == 0);
+        }
+        free(table);
+        mla_weights_free(&w);
+        fix_close(&f);
+    }
+}
+
+/* A NaN in a latent or a rope key reaches the tokens from its own on, in all heads, and no other sequence. */
+Test(mla, nan_stays_with_its_sequence)
+{
+    FOR_EACH_ISA(isa)
+    {
+        for (int what = 0; what < 6; what++) {
+            const struct mla_shape *h = shapes + 3;
+            bool absorbed = what & 1, fp8 = what < 2, rope = what >= 4;
+            struct fix f;
+            struct seq a, b;
+            struct mla_weights w;
+            fix_open(&f, isa, 1, 16);
+            mla_arena(&f, 1, h, 64);
+            mla_seq(&f, &a, fp8 ? DN_KV_FP8 : DN_KV_BF16, 20);
+            mla_seq(&f, &b, DN_KV_BF16, 20);
+            mla_fill_all(&f, &a, 20);
+            mla_fill_all(&f, &b, 20);
+            mla_weights(&f, &w, h, DN_W_BF16, dn_cpu_matrix_row);
+            uint8_t *at = kv_layer(&f, &a, 10, 0);
+            if (fp8)
+                ((float *)(at + f.layout.format[DN_KV_FP8].k_scale_offset))[10] = NAN;
+            else if (rope)
+                ((uint16_t *)(at + f.layout.format[DN_KV_BF16].v_offset))[10 * h->rope + 3] = 0x7fc0;
+            else
+                ((uint16_t *)at)[10 * h->latent + 5] = 0x7fc0;
+            uint32_t from = h->n_heads * (absorbed ? h->latent + h->rope : h->nope + h->rope),
+                     to = h->n_heads * (absorbed ? h->latent : h->v);
+            float *q = fix_floats(&f, (size_t)40 * from), *out = fix_floats(&f, (size_t)40 * to);
+            fill_normal(q, (size_t)40 * from, 1.0f);
+            step_clear(&f);
+            step_add(&f, &a, 0, 20);
+            step_add(&f, &b, 0, 20);
+            run_bits(&f, &(struct bits){isa, h, DN_KV_BF16, absorbed}, &w, q, out);
+            for (uint32_t i = 0; i < 40 * to; i++)
+                cr_assert_eq(!isnan(out[i]), i / to < 10 || i / to >= 20, "%s: %d: token %u", isa, what, i / to);
+            mla_weights_free(&w);
+            fix_close(&f);
+        }
     }
 }

@@ -1,0 +1,789 @@
+/* Absorbed MLA: out[t][h] = softmax(scale * q[t][h] . [c | k_rope][0..position[t]]) c, one latent head for all query heads.
+ *
+ * Work: an item is (row, 64 heads, split of the row's tiles of 64 tokens); items are numbered rows first, item i is of block
+ * i % gridDim.x, one block an SM. A row is one token: with several tokens of a sequence each has its own items. Splits
+ * follow from the row's length (dn_mla_splits()). A row with several splits leaves bf16 partial results (normalised; their
+ * rounding is averaged down) and log2 of their sums in the workspace; each split's block later merges its share of the
+ * row's heads, as soon as it sees all splits counted, at the latest when it has no items left. All blocks are resident, so
+ * that waiting ends.
+ *
+ * Warps 0-3, 4-7 (w = 0, 1): per tile S = Q K^T (64 heads x 64 tokens), each over half of k (18 steps of m64n64k16); the
+ * halves are exchanged, so that w has S of tokens 32w..32w+31; row maxima are exchanged; P goes to shared memory in 16 bits;
+ * O[64][256w..] += P V (4 steps of m64n256k16). Tensor pipe 1152 + 1024 clocks, shared memory about 2700.
+ * Warps 8-11: BF16: one thread copies a tile (one bulk copy), FP8: 128 threads convert e4m3 to f16, one tile ahead in
+ * registers. FP8 is exact from there: with s the token's scale, tiles hold c / s and f16(k_rope / s) (clamped to +-65504, as
+ * is q), y = scale * s * (q . tile) + log2(s) gives P' = 2^y = s P, O = P' V, and the sum is of P' / s.
+ *
+ * Shared memory: Q 72 KB, two tiles 144 KB, P 8 KB, then struct tail. The exchange uses P (by w = 0) and the tile's block of
+ * rope keys (by w = 1), which nobody reads any more; a finished item is staged in its last tile for bulk stores.
+ *
+ * Floor: 1152 or 644 bytes a token of context.
+ */
+#include "kernels/cuda/mla.cuh"
+#include "kernels/cuda/wgmma.cuh"
+
+enum {
+    HEADS = 64,
+    BLOCKS = DN_MLA_LATENT / 64 + 1,     /* of 64 columns, in a tile and in Q */
+    TILE_BYTES = BLOCKS * DN_MLA_BLOCK,
+    Q_AT = 0,
+    TILE_AT = TILE_BYTES,                /* two */
+    P_AT = 3 * TILE_BYTES,
+    TAIL_AT = P_AT + DN_MLA_BLOCK,
+    STAGE_ROW = DN_MLA_LATENT * 2 + 16,  /* bytes: rows begin 4 banks apart */
+    THREADS = 384,
+    CONSUMERS = 256,
+    PARTIAL = HEADS * DN_MLA_LATENT,     /* values */
+    PREFILL_ITEMS = 4096,                /* of a launch in a prefill step: 256 MB of partial results */
+    ROUNDS_UP = 10,                      /* FP8: P' is scaled by 2^10, away from f16's subnormals */
+};
+enum { BAR_SUMS = 1, BAR_MAX, BAR_P, BAR_FREE, BAR_ALL, BAR_PRODUCERS };
+
+struct tail {
+    float max[2][HEADS];
+    float column[2][3][DN_MLA_TOKENS]; /* FP8, by tile: scale * s * log2(e), log2(s), 1 / s */
+    uint64_t full[2], empty[2];
+    int32_t ready;
+};
+enum { SHARED_BYTES = TAIL_AT + sizeof(struct tail) };
+static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
+
+struct args {
+    const __nv_bfloat16 *q;
+    __nv_bfloat16 *out;
+    const void *arena;
+    __nv_bfloat16 *partial; /* [items][64][512] */
+    float *sums;            /* [items][64] log2 of the sum of exponentials */
+    uint32_t *counters;     /* [rows * head blocks] */
+    uint32_t n_heads, n_head_blocks, latent_dim, layer;
+    uint32_t row0, n_rows; /* rows of this launch; count may end them earlier */
+    float scale_log2;
+    struct dn_kv_layout l;
+    struct dn_cuda_step s;
+};
+
+#if DN_HOPPER
+
+struct item {
+    uint32_t id, row, head_block, split, n_splits;
+    uint32_t tile0, tile1, n_tokens; /* n_tokens: of the row's whole context */
+    uint32_t seq;
+    int format;
+    bool bad;
+};
+struct cursor {
+    uint32_t row, before; /* items of rows < row */
+};
+
+/* All lanes of a warp; ids of a cursor only grow. False if there is no such item. */
+static __device__ __forceinline__ bool find_item(const struct args &a, uint32_t n_rows, struct cursor *c, uint32_t id,
+                                                 struct item *it)
+{
+    uint32_t lane = threadIdx.x % 32;
+    while (c->row < n_rows) {
+        uint32_t row = c->row + lane, n = 0, tokens = 0, seq = 0, bad = 0;
+        if (row < n_rows) {
+            seq = (uint32_t)a.s.token_seq[a.row0 + row];
+            tokens = (uint32_t)a.s.position[a.row0 + row] + 1;
+            bad = a.s.bad[seq] != 0;
+            n = bad ? 1 : dn_mla_splits((tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS);
+        }
+        uint32_t end = n * a.n_head_blocks;
+        for (int i = 1; i < 32; i *= 2) {
+            uint32_t v = __shfl_up_sync(0xffffffffu, end, i);
+            if (lane >= i)
+                end += v;
+        }
+        uint32_t found = __ballot_sync(0xffffffffu, id < c->before + end);
+        if (found) {
+            int l = __ffs((int)found) - 1;
+            it->n_splits = __shfl_sync(0xffffffffu, n, l);
+            uint32_t begin = __shfl_sync(0xffffffffu, end, l) - it->n_splits * a.n_head_blocks;
+            uint32_t rest = id - c->before - begin;
+            it->id = id;
+            it->row = c->row + (uint32_t)l;
+            it->head_block = rest / it->n_splits;
+            it->split = rest % it->n_splits;
+            it->n_tokens = __shfl_sync(0xffffffffu, tokens, l);
+            it->seq = __shfl_sync(0xffffffffu, seq, l);
+            it->bad = __shfl_sync(0xffffffffu, bad, l) != 0;
+            uint32_t tiles = (it->n_tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS;
+            it->tile0 = it->split * tiles / it->n_splits;
+            it->tile1 = (it->split + 1) * tiles / it->n_splits;
+            it->format = a.s.kv_format[it->seq];
+            return true;
+        }
+        c->before += __shfl_sync(0xffffffffu, end, 31);
+        c->row += 32;
+    }
+    return false;
+}
+
+static __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi)
+{
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return *(uint32_t *)&v;
+}
+static __device__ __forceinline__ uint32_t pack_f16(float lo, float hi)
+{
+    __half2 v = __floats2half2_rn(lo, hi);
+    return *(uint32_t *)&v;
+}
+/* Into f16's range; NaN stays. */
+static __device__ __forceinline__ float clamp_f16(float x)
+{
+    return fabsf(x) > 65504.0f ? copysignf(65504.0f, x) : x;
+}
+/* Two bf16 times x, as f16. */
+static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v, float x)
+{
+    return pack_f16(clamp_f16(__uint_as_float(v << 16) * x), clamp_f16(__uint_as_float(v & 0xffff0000u) * x));
+}
+static __device__ __forceinline__ void e4m3_to_f16(uint32_t v, uint32_t *lo, uint32_t *hi)
+{
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(*lo), "=r"(*hi)
+        : "r"(v));
+}
+static __device__ __forceinline__ float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+static __device__ __forceinline__ uint4 load_stream(const void *p) /* pages: read once */
+{
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+static __device__ __forceinline__ void store_shared(uint32_t at, uint4 v)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+static __device__ __forceinline__ uint4 load_shared(uint32_t at)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
+
+/* ---- Producers: `t` = 0..127, n counts the block's tiles ---- */
+
+static __device__ __forceinline__ const uint8_t *tile_page(const struct args &a, const struct item &it, uint32_t tile)
+{
+    uint32_t id = a.s.page[(uint32_t)a.s.page_start[it.seq] + tile];
+    return dn_mla_page(a.l, a.arena, it.format, id, a.layer);
+}
+static __device__ __forceinline__ uint32_t tile_tokens(const struct item &it, uint32_t tile)
+{
+    return min(it.n_tokens - tile * DN_MLA_TOKENS, (uint32_t)DN_MLA_TOKENS);
+}
+
+/* One thread. */
+static __device__ __forceinline__ void copy_item(const struct args &a, const struct item &it, uint32_t shared,
+                                                 struct tail *tail, uint32_t n, uint64_t policy)
+{
+    const uint8_t *page = tile_page(a, it, it.tile0);
+    for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
+        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, full = dn_shared(&tail->full[b]);
+        const uint8_t *next = tile + 1 < it.tile1 ? tile_page(a, it, tile + 1) : NULL;
+        uint32_t tokens = tile_tokens(it, tile);
+        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
+        dn_barrier_expect(full, tokens * BLOCKS * 128);
+        if (tokens == DN_MLA_TOKENS) {
+            dn_bulk_load(to, page, TILE_BYTES, full, policy);
+        } else {
+            for (uint32_t i = 0; i < BLOCKS; i++)
+                dn_bulk_load(to + i * DN_MLA_BLOCK, page + i * DN_MLA_BLOCK, tokens * 128, full, policy);
+        }
+        page = next;
+    }
+}
+
+/* 16-byte unit u = 128 i + t of the latents is token u % 64, columns u / 64 * 16 ..+15. */
+static __device__ __forceinline__ uint4 latent_unit(const uint8_t *page, uint32_t t, int i, bool valid)
+{
+    return valid ? load_stream(page + (128 * i + t) * 16) : make_uint4(0, 0, 0, 0);
+}
+
+static __device__ __forceinline__ void convert_item(const struct args &a, const struct item &it, uint32_t shared,
+                                                    struct tail *tail, uint32_t n, uint32_t t)
+{
+    const uint8_t *page = tile_page(a, it, it.tile0);
+    bool valid = (t & 63) < tile_tokens(it, it.tile0);
+    uint32_t rope_at = a.l.format[DN_KV_FP8].v_offset, scale_at = a.l.format[DN_KV_FP8].k_scale_offset;
+    uint4 v[16];
+    for (int i = 0; i < 16; i++)
+        v[i] = latent_unit(page, t, i, valid);
+    for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
+        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, tokens = tile_tokens(it, tile);
+        bool more = tile + 1 < it.tile1;
+        const uint8_t *next = more ? tile_page(a, it, tile + 1) : NULL;
+        uint4 r[4];
+        float s[4], column = 1;
+        for (int i = 0; i < 4; i++) { /* 16-byte chunk 128 i + t of the rope keys is of token 16 i + t / 8 */
+            bool ok = 16 * i + t / 8 < tokens;
+            r[i] = ok ? load_stream(page + rope_at + (128 * i + t) * 16) : make_uint4(0, 0, 0, 0);
+            s[i] = ok ? __ldg((const float *)(page + scale_at) + 16 * i + t / 8) : 1.0f;
+        }
+        if (t < tokens)
+            column = __ldg((const float *)(page + scale_at) + t);
+        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
+        bool next_valid = more && (t & 63) < tile_tokens(it, tile + 1);
+        /* Chunks 2c, 2c + 1 of the token's row, c = 2 i + t / 64. */
+        uint32_t row = to + (t & 63) * 128;
+        for (int i = 0; i < 16; i++) {
+            uint4 lo, hi;
+            e4m3_to_f16(v[i].x, &lo.x, &lo.y);
+            e4m3_to_f16(v[i].y, &lo.z, &lo.w);
+            e4m3_to_f16(v[i].z, &hi.x, &hi.y);
+            e4m3_to_f16(v[i].w, &hi.z, &hi.w);
+            v[i] = latent_unit(next, t, i, next_valid);
+            uint32_t chunk = 2 * ((2 * i + t / 64) & 3), at = row + i / 2 * DN_MLA_BLOCK;
+            store_shared(at + ((chunk ^ (t & 7)) << 4), lo);
+            store_shared(at + (((chunk + 1) ^ (t & 7)) << 4), hi);
+        }
+        for (int i = 0; i < 4; i++) {
+            float inv = s[i] == 0 ? 1.0f : 1.0f / s[i];
+            store_shared(to + DN_MLA_LATENT / 64 * DN_MLA_BLOCK + (128 * i + t) * 16,
+                         make_uint4(bf16_to_f16(r[i].x, inv), bf16_to_f16(r[i].y, inv), bf16_to_f16(r[i].z, inv),
+                                    bf16_to_f16(r[i].w, inv)));
+        }
+        if (t < DN_MLA_TOKENS) {
+            float x = column == 0 ? 1.0f : column;
+            tail->column[b][0][t] = x * a.scale_log2;
+            tail->column[b][1][t] = log2f(x);
+            tail->column[b][2][t] = 1.0f / x;
+        }
+        dn_fence_async();
+        dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS);
+        if (t == 0)
+            dn_barrier_arrive(dn_shared(&tail->full[b]));
+        page = next;
+    }
+}
+
+static __device__ __forceinline__ void produce(const struct args &a, uint32_t n_rows, uint32_t shared, struct tail *tail,
+                                               uint32_t t)
+{
+    struct cursor c = {0, 0};
+    struct item it;
+    uint32_t n = 0;
+    uint64_t policy = dn_policy_evict_first();
+    for (uint32_t id = blockIdx.x; find_item(a, n_rows, &c, id, &it); id += gridDim.x) {
+        if (it.bad)
+            continue;
+        if (it.format == DN_KV_FP8) {
+            dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS); /* parities: nobody may be a phase ahead of thread 0 */
+            convert_item(a, it, shared, tail, n, t);
+        } else if (t == 0) {
+            copy_item(a, it, shared, tail, n, policy);
+        }
+        __syncwarp();
+        n += it.tile1 - it.tile0;
+    }
+}
+
+/* ---- Consumers: `t` = 0..255 ---- */
+
+/* Heads beyond the last are zeros. */
+static __device__ __forceinline__ void load_q(const struct args &a, const struct item &it, uint32_t shared, uint32_t t)
+{
+    uint32_t width = BLOCKS * 64, heads = min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS);
+    const __nv_bfloat16 *q = a.q + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS) * width;
+    for (int half = 0; half < 2; half++) {
+        uint4 v[BLOCKS];
+        for (int i = 0; i < BLOCKS; i++) { /* chunk u of Q's rows of 72 */
+            uint32_t u = (half * BLOCKS + i) * CONSUMERS + t;
+            v[i] = u / (BLOCKS * 8) < heads ? __ldcg((const uint4 *)q + u) : make_uint4(0, 0, 0, 0);
+        }
+        for (int i = 0; i < BLOCKS; i++) {
+            uint32_t u = (half * BLOCKS + i) * CONSUMERS + t, head = u / (BLOCKS * 8), chunk = u % (BLOCKS * 8);
+            if (it.format == DN_KV_FP8)
+                v[i] = make_uint4(bf16_to_f16(v[i].x, 1), bf16_to_f16(v[i].y, 1), bf16_to_f16(v[i].z, 1),
+                                  bf16_to_f16(v[i].w, 1));
+            store_shared(shared + Q_AT + chunk / 8 * DN_MLA_BLOCK + dn_mla_swizzled(head, chunk % 8), v[i]);
+        }
+    }
+}
+
+/* Rows of a tile from `tokens` on, which a copy left as they were: zero, since 0 * NaN is NaN. */
+static __device__ __forceinline__ void zero_rows(uint32_t tile, uint32_t tokens, uint32_t t)
+{
+    for (uint32_t i = t; i < (DN_MLA_TOKENS - tokens) * 64; i += CONSUMERS)
+        store_shared(tile + i % 8 * DN_MLA_BLOCK + (tokens + i / 64) * 128 + i / 8 % 8 * 16, make_uint4(0, 0, 0, 0));
+}
+
+/* S of all tokens over half of k, then of the warpgroup's 32 tokens over all. */
+template <bool fp8>
+static __device__ __forceinline__ void scores(uint32_t shared, uint32_t tile, uint32_t tokens, bool first, uint32_t w,
+                                              uint32_t t, float (&s)[16])
+{
+    float d[32];
+    dn_wgmma_fence();
+    for (uint32_t i = 0; i < 2 * BLOCKS; i++) {
+        uint32_t k = w * 2 * BLOCKS + i, at = k / 4 * DN_MLA_BLOCK + k % 4 * 32;
+        uint64_t qa = dn_wgmma_operand(shared + Q_AT + at, 16, 1024), kb = dn_wgmma_operand(tile + at, 16, 1024);
+        if (fp8)
+            dn_wgmma_n64_f16(d, qa, kb, i != 0);
+        else
+            dn_wgmma_n64_bf16(d, qa, kb, i != 0);
+    }
+    dn_wgmma_commit();
+    dn_wgmma_wait<0>();
+    if (!fp8 && tokens < DN_MLA_TOKENS)
+        zero_rows(tile, tokens, t);
+    uint32_t own = shared + P_AT, other = tile + (BLOCKS - 1) * DN_MLA_BLOCK, lane = (t & 127) * 16;
+    if (w == 0) {
+        if (!first)
+            dn_sync(BAR_FREE, CONSUMERS); /* P has been read by w = 1 */
+        for (int i = 0; i < 4; i++)
+            store_shared(own + i * 2048 + lane,
+                         make_uint4(__float_as_uint(d[16 + 4 * i]), __float_as_uint(d[17 + 4 * i]),
+                                    __float_as_uint(d[18 + 4 * i]), __float_as_uint(d[19 + 4 * i])));
+    } else {
+        for (int i = 0; i < 4; i++)
+            store_shared(other + i * 2048 + lane,
+                         make_uint4(__float_as_uint(d[4 * i]), __float_as_uint(d[1 + 4 * i]), __float_as_uint(d[2 + 4 * i]),
+                                    __float_as_uint(d[3 + 4 * i])));
+    }
+    dn_sync(BAR_SUMS, CONSUMERS);
+    uint32_t from = w == 0 ? other : own;
+    for (int i = 0; i < 4; i++) {
+        uint4 v = load_shared(from + i * 2048 + lane);
+        s[4 * i] = (w == 0 ? d[4 * i] : d[16 + 4 * i]) + __uint_as_float(v.x);
+        s[4 * i + 1] = (w == 0 ? d[4 * i + 1] : d[17 + 4 * i]) + __uint_as_float(v.y);
+        s[4 * i + 2] = (w == 0 ? d[4 * i + 2] : d[18 + 4 * i]) + __uint_as_float(v.z);
+        s[4 * i + 3] = (w == 0 ? d[4 * i + 3] : d[19 + 4 * i]) + __uint_as_float(v.w);
+    }
+}
+
+/* State of a thread's two rows. */
+struct rows {
+    float max[2], sum[2]; /* sum: of the thread's own columns */
+};
+
+/* Turns scores into P; alpha is what the accumulators must be multiplied by. */
+template <bool fp8>
+static __device__ __forceinline__ void softmax(const struct args &a, uint32_t shared, struct tail *tail, uint32_t b,
+                                               uint32_t tokens, uint32_t w, uint32_t t, float (&s)[16], struct rows *r,
+                                               float (&alpha)[2])
+{
+    uint32_t lane = t & 31, row = (t & 127) / 32 * 16 + lane / 4, column = 32 * w + lane % 4 * 2;
+    float top[2] = {-INFINITY, -INFINITY};
+    for (int i = 0; i < 16; i++) {
+        uint32_t c = column + i / 4 * 8 + i % 2;
+        if (fp8)
+            s[i] = s[i] * tail->column[b][0][c] + tail->column[b][1][c];
+        else
+            s[i] *= a.scale_log2;
+        if (tokens < DN_MLA_TOKENS && c >= tokens)
+            s[i] = -INFINITY;
+        top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    }
+    for (int i = 0; i < 2; i++) {
+        top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 1));
+        top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 2));
+        if (lane % 4 == 0)
+            tail->max[w][row + 8 * i] = top[i];
+    }
+    dn_sync(BAR_MAX, CONSUMERS);
+    float base[2];
+    for (int i = 0; i < 2; i++) {
+        float m = fmaxf(fmaxf(top[i], tail->max[1 - w][row + 8 * i]), r->max[i]);
+        base[i] = m == -INFINITY ? 0 : fp8 ? m - ROUNDS_UP : m;
+        alpha[i] = exp2_fast(r->max[i] - m);
+        if (m == -INFINITY)
+            alpha[i] = 1;
+        r->max[i] = m;
+        r->sum[i] *= alpha[i];
+    }
+    uint32_t p = shared + P_AT + row * 128 + lane % 4 * 4;
+    for (int i = 0; i < 16; i += 2) {
+        int which = i / 2 % 2;
+        float x = exp2_fast(s[i] - base[which]), y = exp2_fast(s[i + 1] - base[which]);
+        uint32_t c = column + i / 4 * 8;
+        r->sum[which] += fp8 ? x * tail->column[b][2][c] + y * tail->column[b][2][c + 1] : x + y;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(p + which * 1024 + (((4 * w + i / 4) ^ (row & 7)) << 4)),
+                     "r"(fp8 ? pack_f16(x, y) : pack_bf16(x, y))
+                     : "memory");
+    }
+}
+
+/* An item's tiles: the accumulators and the rows' state. The last tile's buffer stays the consumers'. */
+template <bool fp8>
+static __device__ __forceinline__ void tiles(const struct args &a, const struct item &it, uint32_t shared,
+                                             struct tail *tail, uint32_t n, uint32_t w, uint32_t t, float (&o)[128],
+                                             struct rows *r)
+{
+    for (uint32_t i = it.tile0; i < it.tile1; i++, n++) {
+        uint32_t b = n & 1, tile = shared + TILE_AT + b * TILE_BYTES, tokens = tile_tokens(it, i);
+        bool first = i == it.tile0;
+        float s[16], alpha[2];
+        dn_barrier_wait(dn_shared(&tail->full[b]), (n >> 1) & 1);
+        scores<fp8>(shared, tile, tokens, first, w, t, s);
+        softmax<fp8>(a, shared, tail, b, tokens, w, t, s, r, alpha);
+        dn_fence_async();
+        if (!first && __any_sync(0xffffffffu, alpha[0] != 1 || alpha[1] != 1))
+            for (int k = 0; k < 128; k++)
+                o[k] *= alpha[k / 2 % 2];
+        dn_sync(BAR_P, CONSUMERS);
+        dn_wgmma_fence();
+        for (uint32_t k = 0; k < 4; k++) {
+            uint64_t pa = dn_wgmma_operand(shared + P_AT + k * 32, 16, 1024);
+            uint64_t vb = dn_wgmma_operand(tile + w * 4 * DN_MLA_BLOCK + k * 2048, DN_MLA_BLOCK, 1024);
+            if (fp8)
+                dn_wgmma_n256_f16(o, pa, vb, !first || k != 0);
+            else
+                dn_wgmma_n256_bf16(o, pa, vb, !first || k != 0);
+        }
+        dn_wgmma_commit();
+        dn_wgmma_wait<0>();
+        if (w == 1)
+            dn_arrive(BAR_FREE, CONSUMERS);
+        if (i + 1 < it.tile1) {
+            __syncwarp();
+            if (t % 32 == 0)
+                dn_barrier_arrive(dn_shared(&tail->empty[b]));
+        }
+    }
+    if (w == 0)
+        dn_sync(BAR_FREE, CONSUMERS);
+}
+
+/* Divides by the sums and stages rows of bf16 in the last tile's buffer; threads < heads start their row's bulk store. */
+static __device__ __forceinline__ void store_item(const struct args &a, const struct item &it, uint32_t stage,
+                                                  struct tail *tail, uint32_t w, uint32_t t, uint32_t heads,
+                                                  float (&o)[128], struct rows *r)
+{
+    uint32_t lane = t & 31, row = (t & 127) / 32 * 16 + lane / 4;
+    for (int i = 0; i < 2; i++) {
+        r->sum[i] += __shfl_xor_sync(0xffffffffu, r->sum[i], 1);
+        r->sum[i] += __shfl_xor_sync(0xffffffffu, r->sum[i], 2);
+        if (lane % 4 == 0)
+            tail->max[w][row + 8 * i] = r->sum[i];
+    }
+    dn_sync(BAR_ALL, CONSUMERS); /* both have read the tile as V */
+    float inv[2];
+    for (int i = 0; i < 2; i++) {
+        float sum = tail->max[0][row + 8 * i] + tail->max[1][row + 8 * i];
+        inv[i] = 1.0f / sum;
+        if (it.n_splits > 1 && w == 0 && lane % 4 == 0)
+            a.sums[(size_t)it.id * HEADS + row + 8 * i] =
+                r->max[i] - (it.format == DN_KV_FP8 ? ROUNDS_UP : 0) + log2f(sum);
+    }
+    for (int j = 0; j < 32; j++)
+        for (int i = 0; i < 2; i++)
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(stage + (row + 8 * i) * STAGE_ROW +
+                                                         (256 * w + 8 * j + lane % 4 * 2) * 2),
+                         "r"(pack_bf16(o[4 * j + 2 * i] * inv[i], o[4 * j + 2 * i + 1] * inv[i]))
+                         : "memory");
+    dn_fence_async();
+    dn_sync(BAR_ALL, CONSUMERS);
+    if (t < heads) {
+        __nv_bfloat16 *to = it.n_splits > 1
+                                ? a.partial + (size_t)it.id * PARTIAL + t * DN_MLA_LATENT
+                                : a.out + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS + t) * DN_MLA_LATENT;
+        dn_bulk_store(to, stage + t * STAGE_ROW, DN_MLA_LATENT * 2);
+        dn_bulk_commit();
+    }
+}
+
+static __device__ __forceinline__ uint32_t *item_counter(const struct args &a, const struct item &it)
+{
+    return a.counters + it.row * a.n_head_blocks + it.head_block;
+}
+
+/* The split's share of the row's heads, from all splits' partial results. Shared memory: P's, [heads][splits] weights, then
+ * from 2 KB on sums of quarters. */
+static __device__ __forceinline__ void merge(const struct args &a, const struct item &it, uint32_t heads, uint8_t *p,
+                                             uint32_t t)
+{
+    uint32_t h0 = it.split * heads / it.n_splits, h1 = (it.split + 1) * heads / it.n_splits, n = h1 - h0;
+    uint32_t first = it.id - it.split, lane = t % 32;
+    float *weight = (float *)p, *part = (float *)(p + 2048);
+    for (uint32_t h = t / 32; h < n; h += CONSUMERS / 32) {
+        const float *sums = a.sums + (size_t)first * HEADS + h0 + h;
+        float x[DN_MLA_MAX_SPLITS / 32], top = -INFINITY, sum = 0;
+        for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++) {
+            x[i] = i * 32 + lane < it.n_splits ? __ldcg(sums + (size_t)(i * 32 + lane) * HEADS) : -INFINITY;
+            top = fmaxf(top, x[i]);
+        }
+        for (int i = 16; i; i /= 2)
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+        for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++)
+            sum += x[i] = exp2_fast(x[i] - top);
+        for (int i = 16; i; i /= 2)
+            sum += __shfl_xor_sync(0xffffffffu, sum, i);
+        for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++)
+            if (i * 32 + lane < it.n_splits)
+                weight[h * it.n_splits + i * 32 + lane] = x[i] / sum;
+    }
+    dn_sync(BAR_ALL, CONSUMERS);
+    /* 64 threads a head, 8 columns each; with few heads several groups share one's splits. */
+    uint32_t parts = n == 1 ? 4 : n == 2 ? 2 : 1, group = t / 64, k = group % parts, column = t % 64 * 8;
+    for (uint32_t h = group / parts; h < n; h += 4 / parts) {
+        float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        const __nv_bfloat16 *from = a.partial + (size_t)first * PARTIAL + (h0 + h) * DN_MLA_LATENT + column;
+#pragma unroll 8
+        for (uint32_t j = k * it.n_splits / parts; j < (k + 1) * it.n_splits / parts; j++) {
+            uint4 v = __ldcg((const uint4 *)(from + (size_t)j * PARTIAL));
+            float x = weight[h * it.n_splits + j];
+            const uint32_t u[4] = {v.x, v.y, v.z, v.w};
+            for (int i = 0; i < 4; i++) {
+                acc[2 * i] += x * __uint_as_float(u[i] << 16);
+                acc[2 * i + 1] += x * __uint_as_float(u[i] & 0xffff0000u);
+            }
+        }
+        if (parts > 1) { /* each group has one round here */
+            float *mine = part + (h * (parts - 1) + k - 1) * DN_MLA_LATENT + column;
+            for (int i = 0; k && i < 8; i++)
+                mine[i] = acc[i];
+            dn_sync(BAR_ALL, CONSUMERS);
+            for (uint32_t q = 1; k == 0 && q < parts; q++)
+                for (int i = 0; i < 8; i++)
+                    acc[i] += part[(h * (parts - 1) + q - 1) * DN_MLA_LATENT + column + i];
+            if (k)
+                break;
+        }
+        *(uint4 *)(a.out + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS + h0 + h) * DN_MLA_LATENT +
+                   column) = make_uint4(pack_bf16(acc[0], acc[1]), pack_bf16(acc[2], acc[3]), pack_bf16(acc[4], acc[5]),
+                                        pack_bf16(acc[6], acc[7]));
+    }
+    dn_sync(BAR_ALL, CONSUMERS);
+    if (t == 0) {
+        uint32_t *counter = item_counter(a, it);
+        __threadfence();
+        if (atomicAdd(counter, 1) == 2 * it.n_splits - 1) /* nobody looks any more */
+            atomicExch(counter, 0);
+    }
+}
+
+/* Merges items before `done` in their order, while their rows are complete; waits for them if `wait`. */
+static __device__ __forceinline__ void merge_items(const struct args &a, uint32_t n_rows, struct cursor *c, uint32_t *id,
+                                                   uint32_t done, bool wait, uint8_t *p, struct tail *tail, uint32_t t)
+{
+    struct item it;
+    while (*id < done && find_item(a, n_rows, c, *id, &it)) {
+        if (!it.bad && it.n_splits > 1) {
+            if (t == 0) {
+                volatile uint32_t *counter = item_counter(a, it);
+                bool ready;
+                while (!(ready = *counter >= it.n_splits) && wait)
+                    __nanosleep(100);
+                __threadfence();
+                tail->ready = ready;
+            }
+            dn_sync(BAR_ALL, CONSUMERS);
+            bool ready = tail->ready;
+            if (!ready)
+                return;
+            merge(a, it, min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS), p, t);
+        }
+        *id += gridDim.x;
+    }
+}
+
+static __device__ __forceinline__ void zero_item(const struct args &a, const struct item &it, uint32_t heads, uint32_t t)
+{
+    uint4 *out = (uint4 *)(a.out + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS) * DN_MLA_LATENT);
+    for (uint32_t i = t; i < heads * DN_MLA_LATENT / 8; i += CONSUMERS)
+        out[i] = make_uint4(0, 0, 0, 0);
+}
+
+static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_rows, uint8_t *memory, uint32_t shared,
+                                               struct tail *tail, uint32_t t)
+{
+    uint32_t w = t / 128, n = 0, merged = blockIdx.x;
+    struct cursor c = {0, 0}, cm = {0, 0};
+    struct item it, next;
+    bool more = find_item(a, n_rows, &c, blockIdx.x, &it);
+    if (more && !it.bad)
+        load_q(a, it, shared, t);
+    while (more) {
+        uint32_t heads = min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS);
+        dn_fence_async();
+        dn_sync(BAR_ALL, CONSUMERS); /* Q is there, P is free */
+        uint32_t last = n + it.tile1 - it.tile0 - 1;
+        if (it.bad) {
+            zero_item(a, it, heads, t);
+        } else {
+            float o[128];
+            struct rows r = {{-INFINITY, -INFINITY}, {0, 0}};
+            if (it.format == DN_KV_FP8)
+                tiles<true>(a, it, shared, tail, n, w, t, o, &r);
+            else
+                tiles<false>(a, it, shared, tail, n, w, t, o, &r);
+            store_item(a, it, shared + TILE_AT + (last & 1) * TILE_BYTES, tail, w, t, heads, o, &r);
+            n = last + 1;
+        }
+        more = find_item(a, n_rows, &c, it.id + gridDim.x, &next);
+        if (more && !next.bad)
+            load_q(a, next, shared, t);
+        if (!it.bad) {
+            if (t < heads)
+                dn_bulk_wait_read();
+            __syncwarp();
+            if (t % 32 == 0)
+                dn_barrier_arrive(dn_shared(&tail->empty[last & 1]));
+            if (it.n_splits > 1) {
+                if (t < heads) {
+                    dn_bulk_wait();
+                    dn_fence_async();
+                }
+                __threadfence();
+                dn_sync(BAR_ALL, CONSUMERS);
+                if (t == 0) {
+                    __threadfence();
+                    atomicAdd(item_counter(a, it), 1);
+                }
+            }
+        }
+        merge_items(a, n_rows, &cm, &merged, it.id + 1, !more, memory + P_AT, tail, t);
+        it = next;
+    }
+    if (t < HEADS)
+        dn_bulk_wait();
+}
+
+static __device__ __forceinline__ void decode(const struct args &a)
+{
+    extern __shared__ __align__(1024) uint8_t memory[];
+    struct tail *tail = (struct tail *)(memory + TAIL_AT);
+    uint32_t t = threadIdx.x;
+    if (t == 0) {
+        for (int i = 0; i < 2; i++) {
+            dn_barrier_init(dn_shared(&tail->full[i]), 1);
+            dn_barrier_init(dn_shared(&tail->empty[i]), CONSUMERS / 32);
+        }
+        dn_fence_async();
+    }
+    __syncthreads();
+    dn_start_next();
+    dn_wait_previous();
+    uint32_t count = a.s.count[DN_COUNT_TOKENS], n_rows = count > a.row0 ? min(count - a.row0, a.n_rows) : 0;
+    if (t >= CONSUMERS) {
+        dn_registers_down<120>();
+        produce(a, n_rows, dn_shared(memory), tail, t - CONSUMERS);
+    } else {
+        dn_registers_up<192>();
+        consume(a, n_rows, memory, dn_shared(memory), tail, t);
+    }
+}
+
+#endif
+
+static __global__ void __launch_bounds__(THREADS, 1) decode_kernel(const __grid_constant__ struct args a)
+{
+#if DN_HOPPER
+    decode(a);
+#endif
+}
+
+/* Any GPU, any latent: a block has one row and head; thread t scores token t of each tile and sums columns t, t + 128, ... */
+static __global__ void __launch_bounds__(128) simple_kernel(const __grid_constant__ struct args a)
+{
+    __shared__ float q[DN_MLA_LATENT + DN_MLA_ROPE], p[128], red[4];
+    uint32_t t = threadIdx.x, row = a.row0 + blockIdx.x, width = a.latent_dim + DN_MLA_ROPE;
+    dn_start_next();
+    dn_wait_previous();
+    if (row >= a.s.count[DN_COUNT_TOKENS])
+        return;
+    uint32_t seq = (uint32_t)a.s.token_seq[row], n = (uint32_t)a.s.position[row] + 1;
+    int format = a.s.kv_format[seq];
+    size_t at = (size_t)row * a.n_heads + blockIdx.y;
+    for (uint32_t i = t; i < width; i += 128)
+        q[i] = __bfloat162float(a.q[at * width + i]);
+    float acc[DN_MLA_LATENT / 128] = {0, 0, 0, 0}, top = -INFINITY, sum = 0;
+    for (uint32_t base = 0; base < n && !a.s.bad[seq]; base += 128) {
+        float s = -INFINITY;
+        __syncthreads();
+        if (base + t < n) {
+            const uint8_t *page = dn_mla_page(
+                a.l, a.arena, format, a.s.page[(uint32_t)a.s.page_start[seq] + (base + t) / DN_MLA_TOKENS], a.layer);
+            s = 0;
+            for (uint32_t i = 0; i < width; i++)
+                s += q[i] * dn_mla_value(a.l, page, format, t % DN_MLA_TOKENS, i);
+            s *= a.scale_log2;
+        }
+        float m = s;
+        for (int i = 16; i; i /= 2)
+            m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, i));
+        if (t % 32 == 0)
+            red[t / 32] = m;
+        __syncthreads();
+        m = fmaxf(top, fmaxf(fmaxf(red[0], red[1]), fmaxf(red[2], red[3])));
+        float alpha = m == -INFINITY ? 1 : exp2f(top - m);
+        top = m;
+        p[t] = base + t < n ? exp2f(s - (m == -INFINITY ? 0 : m)) : 0;
+        __syncthreads();
+        sum *= alpha;
+        for (int k = 0; k < DN_MLA_LATENT / 128; k++)
+            acc[k] *= alpha;
+        for (uint32_t j = 0; j < 128 && base + j < n; j++) {
+            const uint8_t *page = dn_mla_page(
+                a.l, a.arena, format, a.s.page[(uint32_t)a.s.page_start[seq] + (base + j) / DN_MLA_TOKENS], a.layer);
+            sum += p[j];
+            for (int k = 0; k < DN_MLA_LATENT / 128; k++)
+                if (k * 128 + t < a.latent_dim)
+                    acc[k] += p[j] * dn_mla_value(a.l, page, format, j % DN_MLA_TOKENS, k * 128 + t);
+        }
+    }
+    for (int k = 0; k < DN_MLA_LATENT / 128; k++)
+        if (k * 128 + t < a.latent_dim)
+            a.out[at * a.latent_dim + k * 128 + t] = __float2bfloat16_rn(a.s.bad[seq] ? 0 : acc[k] / sum);
+}
+
+void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p)
+{
+    struct dn_cuda *c = dn_cuda(d);
+    if (p->rope_dim != DN_MLA_ROPE || p->latent_dim % 64 || p->latent_dim > DN_MLA_LATENT ||
+        p->layout->page_tokens != DN_MLA_TOKENS || p->n_heads > 65535) {
+        dn_cuda_failed(c, cudaErrorNotSupported, "mla_attention: sizes");
+        return;
+    }
+    struct args a = {};
+    a.q = (const __nv_bfloat16 *)p->q;
+    a.out = (__nv_bfloat16 *)p->out;
+    a.arena = p->arena;
+    a.counters = c->counters;
+    a.n_heads = p->n_heads;
+    a.n_head_blocks = (p->n_heads + HEADS - 1) / HEADS;
+    a.latent_dim = p->latent_dim;
+    a.layer = p->layer;
+    a.scale_log2 = p->scale * 1.44269504088896341f;
+    a.l = *p->layout;
+    a.s = c->step;
+    if (c->arch != 90 || p->latent_dim != DN_MLA_LATENT) {
+        a.n_rows = c->n_tokens;
+        dn_launch(c, "mla_attention", simple_kernel, dim3(c->n_tokens, p->n_heads), dim3(128), 0, a);
+        return;
+    }
+    /* In a prefill step every token reads a whole context: some rows at a time, in 256 MB of partial results. */
+    uint64_t per_launch = c->n_tokens, items;
+    if (c->kind == DN_STEP_PREFILL) {
+        items = PREFILL_ITEMS;
+        per_launch = items / (dn_mla_splits_bound(1, c->max_pages) * a.n_head_blocks);
+    } else {
+        items = dn_mla_splits_bound(per_launch, c->conf.limits.pages) * a.n_head_blocks;
+    }
+    if (per_launch < 1 || per_launch * a.n_head_blocks > DN_CUDA_COUNTERS) {
+        dn_cuda_failed(c, cudaErrorNotSupported, "mla_attention: heads");
+        return;
+    }
+    uint8_t *memory = (uint8_t *)dn_cuda_workspace(c, items * (PARTIAL * sizeof(__nv_bfloat16) + HEADS * sizeof(float)));
+    a.partial = (__nv_bfloat16 *)memory;
+    a.sums = (float *)(memory + items * PARTIAL * sizeof(__nv_bfloat16));
+    for (uint32_t row = 0; row < c->n_tokens; row += (uint32_t)per_launch) {
+        a.row0 = row;
+        a.n_rows = (uint32_t)(c->n_tokens - row < per_launch ? c->n_tokens - row : per_launch);
+        dn_launch(c, "mla_attention", decode_kernel, dim3(c->n_sms), dim3(THREADS), SHARED_BYTES, a);
+    }
+}

@@ -4,6 +4,7 @@
 #include "engine/gguf.h"
 #include "engine/model_impl.h"
 #include "engine/safetensors.h"
+#include "engine/synthetic.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -201,6 +202,7 @@ void dn_model_close(struct dn_model *m)
         return;
     dn_gguf_close(m->gguf);
     dn_safetensors_close(m->safetensors);
+    dn_synthetic_release(m->synthetic);
     free(m->layer);
     for (uint32_t l = 0; m->expert != NULL && l < m->hyper.n_layers; l++)
         free(m->expert[l]);

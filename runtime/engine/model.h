@@ -132,8 +132,9 @@ struct dn_model {
 
     /* Internal to model*.c and weights.c: use dn_model_tensor(). */
     struct dn_safetensors *safetensors;
-    const char *prefix;      /* of the names of all tensors that are used: "" or "language_model." */
-    uint32_t n_extra_layers; /* multi-token prediction layers behind the last one, not used */
+    struct dn_synthetic *synthetic; /* of a model without files (synthetic.h), which owns the tensors then */
+    const char *prefix;             /* of the names of all tensors that are used: "" or "language_model." */
+    uint32_t n_extra_layers;        /* multi-token prediction layers behind the last one, not used */
     struct dn_linear global[DN_T_ATTN_NORM];
     struct dn_linear (*layer)[DN_T_LAYER_ROLES];  /* [n_layers] */
     struct dn_linear (**expert)[DN_EXPERT_PARTS]; /* [n_layers][n_experts]; NULL in dense layers */

@@ -32,16 +32,13 @@ static char *path_if_there(const struct dn_model *m, const char *file)
 }
 
 /* Reads a JSON object; a file that is not there gives *out = NULL if `optional`. */
-static int read_json(const struct dn_model *m, const char *file, uint64_t max, bool optional, json_t **out,
-                     struct dn_err *err)
+static int read_json_at(const char *path, uint64_t max, bool optional, json_t **out, struct dn_err *err)
 {
-    char *path = path_in(m, file), *text;
+    char *text;
     size_t len;
     *out = NULL;
-    if (optional && access(path, F_OK) != 0) {
-        free(path);
+    if (optional && access(path, F_OK) != 0)
         return 0;
-    }
     int code = dn_mapfile_read_text(path, max, &text, &len, err);
     if (code == 0) {
         struct dn_err why = {0};
@@ -55,6 +52,14 @@ static int read_json(const struct dn_model *m, const char *file, uint64_t max, b
         json_decref(*out);
         *out = NULL;
     }
+    return code;
+}
+
+static int read_json(const struct dn_model *m, const char *file, uint64_t max, bool optional, json_t **out,
+                     struct dn_err *err)
+{
+    char *path = path_in(m, file);
+    int code = read_json_at(path, max, optional, out, err);
     free(path);
     return code;
 }
@@ -352,17 +357,26 @@ static int read_config(struct dn_model *m, const json_t *c, struct dn_err *err)
     return code == 0 || text == NULL ? code : dn_err_prefix(err, "\"text_config\"");
 }
 
-/* config.json and generation_config.json: both are asked for the ids that end a text. */
-static int read_configs(struct dn_model *m, struct dn_err *err)
+int dn_model_read_config(struct dn_model *m, const char *path, struct dn_err *err)
 {
-    json_t *c, *g;
-    int code = read_json(m, "config.json", MAX_CONFIG_BYTES, false, &c, err);
+    json_t *c;
+    int code = read_json_at(path, MAX_CONFIG_BYTES, false, &c, err);
     if (code != 0)
         return code;
     code = read_config(m, c, err);
     json_decref(c);
+    return code == 0 ? 0 : dn_err_prefix(err, "%s", path);
+}
+
+/* config.json and generation_config.json: both are asked for the ids that end a text. */
+static int read_configs(struct dn_model *m, struct dn_err *err)
+{
+    json_t *g;
+    char *path = path_in(m, "config.json");
+    int code = dn_model_read_config(m, path, err);
+    free(path);
     if (code != 0)
-        return dn_err_prefix(err, "%s/config.json", m->path);
+        return code;
     code = read_json(m, "generation_config.json", MAX_CONFIG_BYTES, true, &g, err);
     if (code != 0 || g == NULL)
         return code;

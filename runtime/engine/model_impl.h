@@ -9,10 +9,20 @@
 /* Fill hyper, special ids, template and tokenizer source; dn_model_find_tensors() then finds and checks the tensors. */
 int dn_model_read_gguf(struct dn_model *m, struct dn_err *err);
 int dn_model_read_hf(struct dn_model *m, struct dn_err *err);
+/* The hyper-parameters alone, of a config.json that may be called anything. */
+int dn_model_read_config(struct dn_model *m, const char *path, struct dn_err *err);
 
 /* model_tensors.c: every tensor of the model is found, of the right shape and type, and every tensor of the files is
  * used or known to be of no use. Fills global, layer, expert, n_params, file_bytes, type_text, n_ignored, note. */
 int dn_model_find_tensors(struct dn_model *m, struct dn_err *err);
+
+/* What that rests on. The shape that a role must have, and the number of dimensions; whether a model must have it;
+ * whether its matrix may come quantised in safetensors: all linear ones but the router, the embedding and the head,
+ * which no checkpoint of the family quantises. describe(): n_params, file_bytes and type_text of what was found. */
+uint32_t dn_model_expected_shape(const struct dn_hyper *h, enum dn_tensor_role role, uint64_t dim[2]);
+bool dn_model_needs(const struct dn_hyper *h, enum dn_tensor_role role, uint32_t layer);
+bool dn_model_may_be_quantised(const struct dn_model *m, enum dn_tensor_role role);
+void dn_model_describe(struct dn_model *m, const char *source);
 
 /* Finds the architecture by GGUF's or config.json's name for it, or fails with the list. */
 int dn_model_parse_arch(const char *name, size_t len, enum dn_model_source source, enum dn_arch *out,

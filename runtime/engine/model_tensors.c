@@ -53,8 +53,7 @@ bool dn_hyper_has_experts(const struct dn_hyper *h, uint32_t layer)
     return h->n_experts > 0 && layer >= h->n_dense_layers && layer % h->moe_every == 0;
 }
 
-/* The shape that a role must have; returns the number of dimensions. */
-static uint32_t expected_shape(const struct dn_hyper *h, enum dn_tensor_role role, uint64_t dim[2])
+uint32_t dn_model_expected_shape(const struct dn_hyper *h, enum dn_tensor_role role, uint64_t dim[2])
 {
     uint64_t q = (uint64_t)h->n_heads * h->head_dim, kv = (uint64_t)h->n_kv_heads * h->head_dim;
     uint64_t o = h->latent_dim > 0 ? (uint64_t)h->n_heads * h->v_dim : q;
@@ -93,7 +92,7 @@ static uint32_t expected_shape(const struct dn_hyper *h, enum dn_tensor_role rol
     return shape[role][1] != 0 ? 2 : 1;
 }
 
-static bool is_needed(const struct dn_hyper *h, enum dn_tensor_role role, uint32_t layer)
+bool dn_model_needs(const struct dn_hyper *h, enum dn_tensor_role role, uint32_t layer)
 {
     bool mla = h->latent_dim > 0, has_experts = role >= DN_T_ATTN_NORM && dn_hyper_has_experts(h, layer);
     switch (role) {
@@ -137,13 +136,11 @@ static bool is_needed(const struct dn_hyper *h, enum dn_tensor_role role, uint32
     }
 }
 
-/* Roles whose matrices may come quantised in safetensors: all linear ones but the router, the embedding and the head,
- * which no checkpoint of the family quantises. */
-static bool may_be_quantised(const struct dn_model *m, enum dn_tensor_role role)
+bool dn_model_may_be_quantised(const struct dn_model *m, enum dn_tensor_role role)
 {
     uint64_t dim[2];
     return m->hyper.arch == DN_ARCH_KIMI && role >= DN_T_ATTN_NORM && role != DN_T_ROUTER &&
-           expected_shape(&m->hyper, role, dim) == 2;
+           dn_model_expected_shape(&m->hyper, role, dim) == 2;
 }
 
 /* ---- Finding ----------------------------------------------------------------------------------------------------- */
@@ -299,7 +296,7 @@ static int find_role(struct finder *f, enum dn_tensor_role role, uint32_t layer,
 {
     struct dn_model *m = f->m;
     const char *format = m->source == DN_MODEL_GGUF ? NAME[role].gguf : NAME[role].hf;
-    bool needed = is_needed(&m->hyper, role, layer);
+    bool needed = dn_model_needs(&m->hyper, role, layer);
     if (format == NULL || (!needed && role != DN_T_ROPE_FREQS))
         return 0;
     char name[MAX_NAME];
@@ -307,11 +304,11 @@ static int find_role(struct finder *f, enum dn_tensor_role role, uint32_t layer,
     /* The formats are the table's own. */
     snprintf(name + n, sizeof name - n, format, (unsigned)layer);
     uint64_t dim[2];
-    uint32_t n_dims = expected_shape(&m->hyper, role, dim);
+    uint32_t n_dims = dn_model_expected_shape(&m->hyper, role, dim);
     struct dn_linear *out = role < DN_T_ATTN_NORM ? &m->global[role] : &m->layer[layer][role - DN_T_ATTN_NORM];
     struct dn_linear l = {.n_out = dim[0], .n_in = n_dims == 2 ? dim[1] : 1};
     int code;
-    if (may_be_quantised(m, role)) {
+    if (dn_model_may_be_quantised(m, role)) {
         code = find_linear(f, name, &l, err);
     } else {
         l.values = find_tensor(f, name);
@@ -431,7 +428,7 @@ static void count(struct dn_model *m, const struct dn_linear *l, uint64_t *type_
     type_bytes[l->values->type] += l->values->bytes;
 }
 
-static void describe(struct dn_model *m)
+void dn_model_describe(struct dn_model *m, const char *source)
 {
     uint64_t type_bytes[DN_TT_COUNT] = {0};
     int most = 0;
@@ -447,7 +444,7 @@ static void describe(struct dn_model *m)
     for (int t = 1; t < DN_TT_COUNT; t++)
         most = type_bytes[t] > type_bytes[most] ? t : most;
     struct dn_buf text = {0};
-    dn_buf_printf(&text, "%s %s", m->source == DN_MODEL_GGUF ? "GGUF" : "safetensors",
+    dn_buf_printf(&text, "%s %s", source,
                   most == DN_TT_I32 ? "INT4" : dn_tensor_type_info((enum dn_tensor_type)most)->name);
     m->type_text = dn_strdup(dn_buf_str(&text));
     dn_buf_release(&text);
@@ -473,7 +470,7 @@ int dn_model_find_tensors(struct dn_model *m, struct dn_err *err)
     if (code == 0)
         code = check_unused(&f, err);
     if (code == 0)
-        describe(m);
+        dn_model_describe(m, m->source == DN_MODEL_GGUF ? "GGUF" : "safetensors");
     free(f.used);
     return code;
 }

@@ -56,15 +56,32 @@ static void make_logits(float *x, uint32_t n_vocab, uint32_t n, unsigned kind)
     for (uint32_t i = 0; i < n; i++) {
         float z = gpu_normal();
         switch (kind) {
-        case 4: x[i] = rintf(z * 6) / 2; break;                              /* ties */
-        case 5: x[i] = (float)below(4); break;                               /* few values */
-        case 6: x[i] = -7.25f; break;                                        /* one value */
-        case 7: x[i] = below(3) ? -INFINITY : 2 * z; break;                  /* ruled out */
-        case 8: x[i] = 1e30f * z; break;                                     /* far apart */
-        case 9: x[i] = 1e-30f * z; break;                                    /* nearly zero */
-        case 10: x[i] = 20000.0f + z; break;                                 /* far from zero */
-        case 11: x[i] = below(2) ? -0.0f : below(50) ? 0.0f : z; break;      /* both zeros */
-        default: x[i] = sigma[kind % 4] * z;
+        case 4:
+            x[i] = rintf(z * 6) / 2;
+            break; /* ties */
+        case 5:
+            x[i] = (float)below(4);
+            break; /* few values */
+        case 6:
+            x[i] = -7.25f;
+            break; /* one value */
+        case 7:
+            x[i] = below(3) ? -INFINITY : 2 * z;
+            break; /* ruled out */
+        case 8:
+            x[i] = 1e30f * z;
+            break; /* far apart */
+        case 9:
+            x[i] = 1e-30f * z;
+            break; /* nearly zero */
+        case 10:
+            x[i] = 20000.0f + z;
+            break; /* far from zero */
+        case 11:
+            x[i] = below(2) ? -0.0f : below(50) ? 0.0f : z;
+            break; /* both zeros */
+        default:
+            x[i] = sigma[kind % 4] * z;
         }
     }
     if (kind == 12)
@@ -194,11 +211,12 @@ static void fail_row(struct tally *t, const char *what, uint32_t n, unsigned kin
                      const struct dn_sampled *got, const struct dn_sampled *want)
 {
     if (t->n_wrong++ < 12)
-        printf("WRONG %s: n %u kind %u T %g k %d p %g min %g slot %d (%g %g %g) bans %d target %d top %d: id %d, not %d; "
-               "logprob %g, not %g\n",
-               what, n, kind, (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, s->slot,
-               (double)s->repetition, (double)s->frequency, (double)s->presence, s->n_ban, s->target, s->n_top, got->id,
-               want->id, (double)got->logprob, (double)want->logprob);
+        printf(
+            "WRONG %s: n %u kind %u T %g k %d p %g min %g slot %d (%g %g %g) bans %d target %d top %d: id %d, not %d; "
+            "logprob %g, not %g\n",
+            what, n, kind, (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, s->slot,
+            (double)s->repetition, (double)s->frequency, (double)s->presence, s->n_ban, s->target, s->n_top, got->id,
+            want->id, (double)got->logprob, (double)want->logprob);
 }
 
 static bool near(struct tally *t, float got, double want)
@@ -216,8 +234,8 @@ static void compare_row(struct tally *t, const float *x, uint32_t n, const uint1
     t->n_rows++;
     if (got->id != want->id) {
         t->n_other++;
-        if (got->id < 0 || want->id < 0 || (uint32_t)got->id >= n || s->target >= 0 || s->temperature < DN_GREEDY_BELOW ||
-            !ref_accepts(x, n, count, s, got->id)) {
+        if (got->id < 0 || want->id < 0 || (uint32_t)got->id >= n || s->target >= 0 ||
+            s->temperature < DN_GREEDY_BELOW || !ref_accepts(x, n, count, s, got->id)) {
             fail_row(t, "id", n, kind, s, got, want);
             return;
         }
@@ -285,9 +303,16 @@ Test(sample, same_as_the_cpu)
 {
     static const struct {
         uint32_t n_vocab, n_valid, n_rows, list;
-    } shape[] = {{1, 1, 64, 7},           {7, 7, 64, 7},            {1000, 1000, 64, 7},      {1001, 937, 17, 7},
-                 {49152, 49152, 33, 7},   {BIG, BIG, 64, 1},        {BIG, BIG, 1, 1},         {BIG, BIG, 9, 1},
-                 {BIG + 1, BIG - 300, 8, 7}, {HUGE_VOCAB, HUGE_VOCAB, 3, 7}};
+    } shape[] = {{1, 1, 64, 7},
+                 {7, 7, 64, 7},
+                 {1000, 1000, 64, 7},
+                 {1001, 937, 17, 7},
+                 {49152, 49152, 33, 7},
+                 {BIG, BIG, 64, 1},
+                 {BIG, BIG, 1, 1},
+                 {BIG, BIG, 9, 1},
+                 {BIG + 1, BIG - 300, 8, 7},
+                 {HUGE_VOCAB, HUGE_VOCAB, 3, 7}};
     struct gpu g, c = {0};
     both_open(&g, &c, HUGE_VOCAB);
     float *x = malloc((size_t)ROWS * (BIG + 1) * sizeof *x);
@@ -419,7 +444,8 @@ Test(sample, bad_sequences_get_no_id)
         make_logits(x + (size_t)i * N, N, N, 1);
         tag[i] = gpu_rng();
     }
-    struct call call = {.p = {gpu_copy(&g, x, (size_t)ROWS * N * sizeof *x), N, N}, .tags = gpu_copy(&g, tag, sizeof tag)};
+    struct call call = {.p = {gpu_copy(&g, x, (size_t)ROWS * N * sizeof *x), N, N},
+                        .tags = gpu_copy(&g, tag, sizeof tag)};
     gpu_prepare(&g, 1, sample_ops, &call);
     for (int round = 0; round < 20; round++) {
         uint32_t n = 1 + below(ROWS);
@@ -502,8 +528,8 @@ Test(sample_bench, times)
     few.n_times = TIMES / 4;
     gpu_prepare(&g, 1, sample_ops, &many);
     gpu_prepare(&g, 2, sample_ops, &few);
-    static const char *const what[] = {"greedy", "temperature", "top-p 0.9", "top-k 50 top-p 0.9", "greedy logprob",
-                                       "top-p 0.9 top-20"};
+    static const char *const what[] = {"greedy",         "temperature",     "top-p 0.9", "top-k 50 top-p 0.9",
+                                       "greedy logprob", "top-p 0.9 top-20"};
     for (size_t k = 0; k < sizeof what / sizeof *what; k++)
         for (uint32_t n = 1; n <= 64; n *= 8) {
             gpu_rows_step(&g, DN_STEP_DECODE, n);

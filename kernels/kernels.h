@@ -435,7 +435,7 @@ int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **ou
 /* Backends in shared libraries. The library exports this struct under the name "dn_backend"; the number must be the
  * program's own, since every struct above is shared by layout. A loaded library stays loaded: device code may have
  * threads of its own. */
-enum { DN_KERNELS_ABI = 2 };
+enum { DN_KERNELS_ABI = 3 };
 struct dn_backend {
     uint32_t abi;         /* DN_KERNELS_ABI */
     const char *name;     /* "cuda" */

@@ -428,6 +428,10 @@ struct dn_kernels {
     void (*sample_rows)(struct dn_device *d, const struct dn_sample_rows *p);
     void (*step_end)(struct dn_device *d);
     int (*step_wait)(struct dn_device *d, struct dn_err *err); /* -DN_INTERNAL: the device is lost */
+
+    /* Bytes a second at which memory can be read, the best of some passes over `bytes` of it, which are taken and given
+     * back: what benchmarks compare with. 0: no memory. Between steps. */
+    double (*read_rate)(struct dn_device *d, size_t bytes);
 };
 
 int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err);

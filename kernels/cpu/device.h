@@ -37,7 +37,7 @@ struct dn_cpu_device {
     struct dn_cpu_region *region; /* that small allocations come from, or NULL */
 
     /* Scratch that grows when a larger shape is first seen, or is taken at once by prepare(). */
-    bool measuring; /* prepare(): operations run with an empty step and say what they need at the limits */
+    bool measuring; /* prepare(): operations compute nothing but say what they need at the limits */
     uint32_t prepared;
     struct dn_cpu_scratch {
         void *data;
@@ -74,5 +74,6 @@ void dn_cpu_route(struct dn_device *d, const struct dn_route *p);
 void dn_cpu_experts(struct dn_device *d, const struct dn_experts *p);
 void dn_cpu_check_tags(struct dn_device *d, const struct dn_check_tags *p);
 void dn_cpu_sample_rows(struct dn_device *d, const struct dn_sample_rows *p);
+double dn_cpu_read_rate(struct dn_device *d, size_t bytes);
 
 #endif

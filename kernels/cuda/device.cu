@@ -447,6 +447,7 @@ static const struct dn_kernels *table(void)
     t.sample_rows = sample_rows;
     t.step_end = dn_cuda_step_end;
     t.step_wait = dn_cuda_step_wait;
+    t.read_rate = dn_cuda_read_rate;
     return &t;
 }
 

@@ -166,5 +166,6 @@ int dn_cuda_matrix_pack(struct dn_device *d, struct dn_matrix *m, uint32_t row0,
 void dn_cuda_matmul(struct dn_device *d, const struct dn_matmul *p);             /* matmul.cu */
 void dn_cuda_group_matmul(struct dn_device *d, const struct dn_group_matmul *p); /* matmul.cu */
 void dn_cuda_experts(struct dn_device *d, const struct dn_experts *p);           /* experts.cu */
+double dn_cuda_read_rate(struct dn_device *d, size_t bytes);                     /* ceiling.cu */
 
 #endif

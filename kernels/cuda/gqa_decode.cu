@@ -1,0 +1,458 @@
+/* Grouped-query attention of a decode step: one query token of each sequence over its pages.
+ *
+ * Maths: S = scale * Q K^T for the (up to 16) query heads of a KV head, P = exp(S - max), O = P V / sum(P).
+ *
+ * Work: an item is (sequence, KV head, split). The length of a split follows from the sequence's own length alone
+ * (about 128 items for one sequence, 4 pages at least), so the bits of a row do too. Blocks stay and take items by
+ * ticket. The last block to finish a split of a (sequence, KV head) merges them all, in order.
+ *
+ * Warps: 0..7 compute, 8 loads. A stage of the ring holds a page's block of one KV head in BF16, two pages in FP8. A
+ * computing warp takes 16 tokens of a stage (BF16: warps 0..3 the even pages of the item, 4..7 the odd ones) with a
+ * softmax of its own; the eight are put together at the end of the item.
+ *
+ * Barriers: full[stage] <- the loader's copies; empty[stage] <- 8, one of each computing warp, even if it used nothing
+ * (otherwise it could miss a phase). q_full/q_empty[2] the same for the item and its queries.
+ *
+ * Shared memory: stages | queries [2][16][D + 8] bf16 | sums [4][16][D + 8] f32 | states of warps | items | barriers |
+ * first items of the sequences.
+ *
+ * Floor: bytes of K and V (and scales) of all tokens at 4.65 TB/s. What was reached: kernels/README.md.
+ */
+#include "kernels/cuda/gqa.cuh"
+
+enum { THREADS = 32 * (GQA_WARPS + 1), MATH_THREADS = 32 * GQA_WARPS };
+enum { SPLIT_PAGES = 4 /* fewest in a split */, MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
+
+struct item {
+    int32_t seq, kv_head, head, n_heads; /* seq < 0: no more */
+    int32_t split, n_splits, first_page, n_pages, len, fp8;
+    uint32_t slot;    /* of partial results */
+    uint32_t counter; /* of finished splits */
+};
+
+template <int D> struct shared {
+    static constexpr uint32_t stage_bytes = gqa_tile_bytes<D>(false) > 2 * gqa_tile_bytes<D>(true)
+                                                ? gqa_tile_bytes<D>(false)
+                                                : 2 * gqa_tile_bytes<D>(true);
+    static constexpr uint32_t q_row = D + 8, sum_row = D + 8; /* values: padded against bank conflicts */
+    __nv_bfloat16 q[2][GQA_ROWS][q_row];
+    float sum[4][GQA_ROWS][sum_row];
+    float m[GQA_WARPS][GQA_ROWS], l[GQA_WARPS][GQA_ROWS];
+    float total_m[GQA_ROWS], total_l[GQA_ROWS];
+    struct item item[2];
+    uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[2], q_empty[2];
+    uint32_t last;
+};
+
+/* Pages of a split and number of splits for a sequence of n pages. */
+static __host__ __device__ __forceinline__ uint32_t split_pages(uint32_t n, uint32_t items_per_split)
+{
+    uint32_t pages = (n * items_per_split + SPLIT_ITEMS - 1) / SPLIT_ITEMS;
+    uint32_t least = (n + MAX_SPLITS - 1) / MAX_SPLITS;
+    pages = pages < least ? least : pages;
+    pages = pages < SPLIT_PAGES ? (uint32_t)SPLIT_PAGES : pages;
+    return (pages + 1) & ~1u;
+}
+
+static __device__ __forceinline__ uint32_t sequence_pages(const gqa_args &a, uint32_t seq)
+{
+    int32_t len = a.step.bad[seq] ? 0 : a.step.position[seq] + 1;
+    return len > 0 ? ((uint32_t)len + GQA_PAGE - 1) / GQA_PAGE : 0;
+}
+
+/* first[s] = number of items before sequence s. All threads call. */
+static __device__ void count_items(const gqa_args &a, uint32_t n_seqs, uint32_t *first)
+{
+    uint32_t per_split = a.n_kv_heads * a.head_blocks;
+    for (uint32_t s = threadIdx.x; s < n_seqs; s += THREADS) {
+        uint32_t n = sequence_pages(a, s), pages = split_pages(n, per_split);
+        first[s + 1] = (n ? (n + pages - 1) / pages : 1) * per_split;
+    }
+    if (threadIdx.x == 0)
+        first[0] = 0;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        uint32_t lane = threadIdx.x, before = 0;
+        for (uint32_t s = 0; s < n_seqs; s += 32) {
+            uint32_t x = s + lane < n_seqs ? first[s + lane + 1] : 0;
+            for (uint32_t d = 1; d < 32; d *= 2) {
+                uint32_t y = __shfl_up_sync(0xffffffff, x, d);
+                x += lane >= d ? y : 0;
+            }
+            x += before;
+            if (s + lane < n_seqs)
+                first[s + lane + 1] = x;
+            before = __shfl_sync(0xffffffff, x, 31);
+        }
+    }
+    __syncthreads();
+}
+
+static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, const uint32_t *first, uint32_t index)
+{
+    uint32_t lo = 0, hi = n_seqs; /* first[lo] <= index < first[hi] */
+    while (hi - lo > 1) {
+        uint32_t mid = (lo + hi) / 2;
+        if (first[mid] <= index)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    uint32_t per_split = a.n_kv_heads * a.head_blocks, local = index - first[lo];
+    uint32_t n = sequence_pages(a, lo), pages = split_pages(n, per_split), part = local % per_split;
+    uint32_t block = part % a.head_blocks;
+    struct item it;
+    it.seq = (int32_t)lo;
+    it.kv_head = (int32_t)(part / a.head_blocks);
+    it.head = (int32_t)((uint32_t)it.kv_head * a.group + block * GQA_ROWS);
+    it.n_heads = (int32_t)min((uint32_t)GQA_ROWS, a.group - block * GQA_ROWS);
+    it.split = (int32_t)(local / per_split);
+    it.n_splits = (int32_t)(n ? (n + pages - 1) / pages : 1);
+    it.first_page = it.split * (int32_t)pages;
+    it.n_pages = min((int32_t)pages, (int32_t)n - it.first_page);
+    it.len = a.step.position[lo] + 1;
+    it.fp8 = a.step.kv_format[lo] == DN_KV_FP8;
+    it.slot = index;
+    it.counter = 1 + lo * per_split + part;
+    return it;
+}
+
+/* The loading warp. */
+template <int D>
+static __device__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *stages, const uint32_t *first,
+                            uint32_t n_seqs, uint32_t lane)
+{
+    struct gqa_ring ring = {0, 0}, slot = {0, 0};
+    uint32_t n_items = first[n_seqs];
+    for (uint32_t index = blockIdx.x; index < n_items;) {
+        uint32_t ticket = 0;
+        if (lane == 0)
+            ticket = atomicAdd(a.counters, 1);
+        struct item it = find_item(a, n_seqs, first, index);
+        const uint32_t *page = a.step.page + a.step.page_start[it.seq] + it.first_page;
+        uint32_t q_bar = gqa_smem(&sh.q_full[slot.stage]), bytes = (uint32_t)it.n_heads * D * 2;
+        gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
+        if (lane == 0) {
+            sh.item[slot.stage] = it;
+            gqa_arrive(q_bar);
+        }
+        gqa_copy_begin(q_bar, bytes, lane);
+        const __nv_bfloat16 *q = a.q + (size_t)it.seq * a.q_stride + (size_t)it.head * D;
+        for (int h = 0; h < it.n_heads; h++)
+            gqa_copy(gqa_smem(&sh.q[slot.stage][h][0]), q + h * D, D * 2, q_bar, lane, (uint32_t)h);
+        gqa_copy_end(q_bar);
+        gqa_next(slot, 2);
+
+        uint32_t ids = 0;
+        for (int t = 0; t < it.n_pages; t += it.fp8 ? 2 : 1) {
+            if (t % 32 == 0)
+                ids = t + (int)lane < it.n_pages ? page[t + (int)lane] : 0;
+            uint32_t bar = gqa_smem(&sh.full[ring.stage]);
+            uint32_t dst = gqa_smem(stages + ring.stage * shared<D>::stage_bytes);
+            bool two = it.fp8 && t + 1 < it.n_pages;
+            gqa_wait(gqa_smem(&sh.empty[ring.stage]), ring.phase ^ 1);
+            gqa_copy_begin(bar, gqa_tile_bytes<D>(it.fp8) * (two ? 2 : 1), lane);
+            gqa_copy_tile<D>(a, it.fp8, __shfl_sync(0xffffffff, ids, t % 32), (uint32_t)it.kv_head, dst, bar, lane, 0);
+            if (two)
+                gqa_copy_tile<D>(a, true, __shfl_sync(0xffffffff, ids, t % 32 + 1), (uint32_t)it.kv_head,
+                                 dst + gqa_tile_bytes<D>(true), bar, lane, 4);
+            gqa_copy_end(bar);
+            gqa_next(ring, a.n_stages);
+        }
+        if (lane == 0 && ticket == n_items - 1) /* blocks that have an item fetch until they get none: n_items in all */
+            *a.counters = 0;
+        index = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
+    }
+    uint32_t q_bar = gqa_smem(&sh.q_full[slot.stage]);
+    gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
+    if (lane == 0) {
+        sh.item[slot.stage].seq = -1;
+        gqa_arrive(q_bar);
+    }
+    gqa_copy_begin(q_bar, 0, lane);
+    gqa_copy_end(q_bar);
+}
+
+static __device__ __forceinline__ void math_barrier()
+{
+    asm volatile("bar.sync 1, %0;" ::"r"((int)MATH_THREADS) : "memory");
+}
+
+/* A warp's part of an item's stages. */
+template <int D, bool FP8>
+static __device__ void attend(const gqa_args &a, shared<D> &sh, const uint8_t *stages, const struct item &it,
+                              uint32_t slot, struct gqa_ring &ring, gqa_state<D> &st, uint32_t warp, uint32_t lane)
+{
+    constexpr uint32_t row = FP8 ? D : 2 * D;
+    uint32_t q[D / 16][4];
+    float c[2] = {a.scale_log2, a.scale_log2};
+    auto load = [&](int r, int column) -> uint32_t {
+        int h = (int)(lane >> 2) + 8 * r;
+        return h < it.n_heads ? *(const uint32_t *)&sh.q[slot][h][column] : 0;
+    };
+    if (FP8)
+        gqa_load_q_fp8<D>(q, c, lane, load);
+    else
+        gqa_load_q_bf16<D>(q, lane, load);
+    __syncwarp();
+    if (lane == 0)
+        gqa_arrive(gqa_smem(&sh.q_empty[slot]));
+
+    const uint32_t half = warp >> 2, token = (warp & 3) * 16;
+    const uint32_t tile = FP8 ? half * gqa_tile_bytes<D>(true) : 0;
+    for (int t = 0; t < it.n_pages; t += FP8 ? 2 : 1) {
+        gqa_wait(gqa_smem(&sh.full[ring.stage]), ring.phase);
+        int page = FP8 ? t + (int)half : t;
+        if (page < it.n_pages && (FP8 || (uint32_t)(t & 1) == half)) {
+            int n = it.len - (it.first_page + page) * GQA_PAGE - (int)token;
+            const uint8_t *at = stages + ring.stage * shared<D>::stage_bytes + tile;
+            uint32_t k = gqa_k_at<D, FP8>(gqa_smem(at) + token * row, lane);
+            uint32_t v = gqa_v_at<D, FP8>(gqa_smem(at) + (GQA_PAGE + token) * row, lane);
+            const float *ks = (const float *)(at + 2 * GQA_PAGE * row) + token, *vs = ks + GQA_PAGE;
+            int bound[2] = {n, n};
+            if (n >= 16)
+                gqa_tile<D, FP8, 1, false>(st, q, k, v, ks, vs, c, bound, 0xffff, lane);
+            else if (n > 0)
+                gqa_tile<D, FP8, 1, true>(st, q, k, v, ks, vs, c, bound, (1u << n) - 1, lane);
+        }
+        __syncwarp();
+        if (lane == 0)
+            gqa_arrive(gqa_smem(&sh.empty[ring.stage]));
+        gqa_next(ring, a.n_stages);
+    }
+}
+
+/* Puts the eight warps' states together: sh.sum's four layers add up to the item's O, relative to sh.total_m. */
+template <int D, bool FP8>
+static __device__ void gather(shared<D> &sh, const struct item &it, gqa_state<D> &st, uint32_t warp, uint32_t lane)
+{
+    const int g = (int)(lane >> 2), quad = (int)(lane & 3);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float l = gqa_quad_sum(st.l[r]);
+        if (quad == 0) {
+            sh.m[warp][g + 8 * r] = st.m[r];
+            sh.l[warp][g + 8 * r] = l;
+        }
+    }
+    math_barrier();
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int h = g + 8 * r;
+        float top = -INFINITY, sum = 0;
+        for (int w = 0; w < GQA_WARPS; w++)
+            top = fmaxf(top, sh.m[w][h]);
+        float base = top == -INFINITY ? 0 : top;
+        for (int w = 0; w < GQA_WARPS; w++)
+            sum += sh.l[w][h] * gqa_exp2(sh.m[w][h] - base);
+        factor[r] = gqa_exp2(st.m[r] - base) * (FP8 ? gqa_inverse(st.fi[r]) : 1);
+        if (warp == 0 && quad == 0) {
+            sh.total_m[h] = base;
+            sh.total_l[h] = sum;
+        }
+    }
+    for (int pass = 0; pass < 2; pass++) {
+        if ((warp < 4) == (pass == 1)) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                if (g + 8 * r >= it.n_heads)
+                    continue;
+                float *to = sh.sum[warp & 3][g + 8 * r];
+#pragma unroll
+                for (int i = 0; i < (FP8 ? D / 16 : D / 8); i++) {
+                    if (FP8) {
+                        float4 *at = (float4 *)(to + 16 * i + 4 * quad);
+                        float4 x = pass ? *at : make_float4(0, 0, 0, 0);
+                        x.x += st.o[2 * i][2 * r] * factor[r];
+                        x.y += st.o[2 * i + 1][2 * r] * factor[r];
+                        x.z += st.o[2 * i][2 * r + 1] * factor[r];
+                        x.w += st.o[2 * i + 1][2 * r + 1] * factor[r];
+                        *at = x;
+                    } else {
+                        float2 *at = (float2 *)(to + 8 * i + 2 * quad);
+                        float2 x = pass ? *at : make_float2(0, 0);
+                        x.x += st.o[i][2 * r] * factor[r];
+                        x.y += st.o[i][2 * r + 1] * factor[r];
+                        *at = x;
+                    }
+                }
+            }
+        }
+        math_barrier();
+    }
+}
+
+/* Where the partial result of an item lies: O [heads][D], then maxima [heads] and sums [heads]. */
+template <int D> static __device__ __forceinline__ float *partial_at(const gqa_args &a, uint32_t slot)
+{
+    uint32_t heads = min((uint32_t)GQA_ROWS, a.group);
+    return a.partial + (size_t)slot * heads * (D + 2);
+}
+
+/* Merges the splits of the item's (sequence, KV head), in order: all are written. */
+template <int D> static __device__ void merge(const gqa_args &a, shared<D> &sh, const struct item &it, uint32_t thread)
+{
+    const uint32_t heads = min((uint32_t)GQA_ROWS, a.group), warp = thread / 32, lane = thread % 32;
+    const uint32_t per_split = a.n_kv_heads * a.head_blocks, slot0 = it.slot - (uint32_t)it.split * per_split;
+    float *weight = &sh.sum[0][0][0]; /* [head][MAX_SPLITS] */
+    const uint32_t n = (uint32_t)it.n_splits;
+    for (uint32_t h = warp; h < (uint32_t)it.n_heads; h += GQA_WARPS) {
+        float m[2], l[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t s = lane + 32 * i;
+            const float *at = partial_at<D>(a, slot0 + s * per_split) + heads * D;
+            m[i] = s < n ? __ldcg(at + h) : -INFINITY;
+            l[i] = s < n ? __ldcg(at + heads + h) : 0;
+        }
+        float top = fmaxf(m[0], m[1]);
+        for (int d = 16; d; d /= 2)
+            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, d));
+        float w[2] = {gqa_exp2(m[0] - top), gqa_exp2(m[1] - top)};
+        float sum = l[0] * w[0] + l[1] * w[1];
+        for (int d = 16; d; d /= 2)
+            sum += __shfl_xor_sync(0xffffffff, sum, d);
+        weight[h * MAX_SPLITS + lane] = w[0] / sum;
+        weight[h * MAX_SPLITS + lane + 32] = w[1] / sum;
+    }
+    math_barrier();
+    for (uint32_t e = thread; e < (uint32_t)it.n_heads * D / 2; e += MATH_THREADS) {
+        uint32_t h = e / (D / 2), d = e % (D / 2) * 2;
+        const float *at = partial_at<D>(a, slot0) + h * D + d, *w = weight + h * MAX_SPLITS;
+        size_t stride = (size_t)per_split * heads * (D + 2);
+        float2 sum = {0, 0};
+#pragma unroll 8
+        for (uint32_t s = 0; s < n; s++) {
+            float2 x = __ldcg((const float2 *)(at + s * stride));
+            sum.x += x.x * w[s];
+            sum.y += x.y * w[s];
+        }
+        *(__nv_bfloat162 *)(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d) =
+            __floats2bfloat162_rn(sum.x, sum.y);
+    }
+}
+
+/* Writes what gather() left: the result, or a split's part of it. */
+template <int D> static __device__ void finish(const gqa_args &a, shared<D> &sh, const struct item &it, uint32_t thread)
+{
+    const uint32_t heads = min((uint32_t)GQA_ROWS, a.group);
+    bool whole = it.n_splits == 1, none = it.n_pages <= 0;
+    float *part = partial_at<D>(a, it.slot);
+    for (uint32_t e = thread; e < (uint32_t)it.n_heads * D / 2; e += MATH_THREADS) {
+        uint32_t h = e / (D / 2), d = e % (D / 2) * 2;
+        float2 x = {0, 0};
+        for (int i = 0; i < 4 && !none; i++) {
+            float2 y = *(const float2 *)&sh.sum[i][h][d];
+            x.x += y.x;
+            x.y += y.y;
+        }
+        if (whole) {
+            float inverse = none ? 0 : 1 / sh.total_l[h];
+            *(__nv_bfloat162 *)(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d) =
+                __floats2bfloat162_rn(x.x * inverse, x.y * inverse);
+        } else {
+            __stcg((float2 *)(part + h * D + d), x);
+        }
+    }
+    if (whole)
+        return;
+    if (thread < (uint32_t)it.n_heads) {
+        __stcg(part + heads * D + thread, sh.total_m[thread]);
+        __stcg(part + heads * (D + 1) + thread, sh.total_l[thread]);
+    }
+    __threadfence();
+    math_barrier();
+    if (thread == 0) {
+        uint32_t before = atomicAdd(a.counters + it.counter, 1);
+        sh.last = before == (uint32_t)it.n_splits - 1;
+        if (sh.last)
+            a.counters[it.counter] = 0;
+        __threadfence();
+    }
+    math_barrier();
+    if (sh.last)
+        merge<D>(a, sh, it, thread);
+}
+
+template <int D> static __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ gqa_args a)
+{
+    extern __shared__ uint8_t raw[];
+    uint8_t *stages = (uint8_t *)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
+    shared<D> &sh = *(shared<D> *)(stages + a.n_stages * shared<D>::stage_bytes);
+    uint32_t *first = (uint32_t *)(&sh + 1);
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < a.n_stages; i++) {
+            gqa_bar_init(gqa_smem(&sh.full[i]), GQA_COPY_ARRIVALS);
+            gqa_bar_init(gqa_smem(&sh.empty[i]), GQA_WARPS);
+        }
+        for (uint32_t i = 0; i < 2; i++) {
+            gqa_bar_init(gqa_smem(&sh.q_full[i]), GQA_COPY_ARRIVALS + 1);
+            gqa_bar_init(gqa_smem(&sh.q_empty[i]), GQA_WARPS);
+        }
+        gqa_bar_init_done();
+    }
+    dn_wait_previous();
+    dn_start_next();
+    const uint32_t n_seqs = a.step.count[DN_COUNT_SEQS];
+    count_items(a, n_seqs, first); /* and makes the barriers visible */
+    if (warp == GQA_WARPS) {
+        load<D>(a, sh, stages, first, n_seqs, lane);
+        return;
+    }
+    struct gqa_ring ring = {0, 0}, slot = {0, 0};
+    gqa_state<D> st;
+    for (;;) {
+        gqa_wait(gqa_smem(&sh.q_full[slot.stage]), slot.phase);
+        struct item it = sh.item[slot.stage];
+        if (it.seq < 0)
+            return;
+        gqa_start(st);
+        if (it.fp8)
+            attend<D, true>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
+        else
+            attend<D, false>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
+        gqa_next(slot, 2);
+        if (it.fp8)
+            gather<D, true>(sh, it, st, warp, lane);
+        else
+            gather<D, false>(sh, it, st, warp, lane);
+        finish<D>(a, sh, it, threadIdx.x);
+    }
+}
+
+template <int D> static void launch(struct dn_cuda *c, struct gqa_args a, size_t bytes)
+{
+    size_t fixed = 1024 + sizeof(shared<D>) + ((size_t)c->n_seqs + 1) * sizeof(uint32_t);
+    if (fixed + 2 * shared<D>::stage_bytes > c->shared_bytes) {
+        dn_cuda_failed(c, cudaErrorInvalidConfiguration, "attention: too many sequences in a step");
+        return;
+    }
+    size_t n_stages = (c->shared_bytes - fixed) / shared<D>::stage_bytes;
+    a.n_stages = (uint32_t)(n_stages > 12 ? 12 : n_stages);
+    a.partial = (float *)dn_cuda_workspace(c, bytes);
+    dn_launch(c, "attention", decode<D>, dim3((unsigned)c->n_sms), dim3(THREADS),
+              fixed + a.n_stages * shared<D>::stage_bytes, a);
+}
+
+void dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_args a)
+{
+    uint32_t per_split = a.n_kv_heads * a.head_blocks;
+    if ((uint64_t)c->n_seqs * per_split + 1 > DN_CUDA_COUNTERS) {
+        dn_cuda_failed(c, cudaErrorInvalidConfiguration, "attention: too many sequences and KV heads in a step");
+        return;
+    }
+    /* Items at most: a sequence of n pages has n / 4 + 1 splits or fewer, and 128 / per_split + 1, or n / (n / 64). */
+    uint64_t by_pages = (uint64_t)c->conf.limits.pages / SPLIT_PAGES + c->n_seqs;
+    uint64_t most = SPLIT_ITEMS / per_split + 1;
+    most = most < MAX_SPLITS ? most : MAX_SPLITS;
+    uint64_t splits = c->n_seqs * most < by_pages ? c->n_seqs * most : by_pages;
+    uint32_t heads = a.group < GQA_ROWS ? a.group : (uint32_t)GQA_ROWS;
+    size_t bytes = (size_t)splits * per_split * heads * (p->head_dim + 2) * sizeof(float);
+    a.counters = c->counters;
+    if (p->head_dim == 128)
+        launch<128>(c, a, bytes);
+    else
+        launch<64>(c, a, bytes);
+}

@@ -219,7 +219,6 @@ static void run(struct call *c)
     struct dn_cpu_device *d = c->d;
     const struct dn_step *s = &d->step;
     struct dn_attn_work *w = &c->work;
-    dn_cpu_check_pages(s, w->layout);
     w->padded_dim = (w->value_dim + DN_ATTN_PAD - 1) / DN_ATTN_PAD * DN_ATTN_PAD;
     c->max_rows = w->group > DN_ATTN_ROWS ? w->group : DN_ATTN_ROWS;
     c->state_floats = (dn_attn_state_floats(c->max_rows, w->padded_dim) + 15) & ~(size_t)15;
@@ -231,6 +230,7 @@ static void run(struct call *c)
         take_limits(c, n_threads);
         return;
     }
+    dn_cpu_check_pages(s, w->layout);
     size_t floats, n = cut(c, false, NULL, &floats);
     bool spread = wants_spread(n_threads, n);
     if (spread)

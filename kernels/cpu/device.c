@@ -147,6 +147,8 @@ static int matrix_pack(struct dn_device *device, struct dn_matrix *m, uint32_t r
 static void device_matmul(struct dn_device *device, const struct dn_matmul *p)
 {
     struct dn_cpu_device *d = dn_cpu(device);
+    if (d->measuring)
+        return;
     dn_cpu_matmul(&d->exec, p->a, p->rows_only ? d->step.n_rows : d->step.n_tokens, p->w, p->bias, p->out);
 }
 
@@ -193,21 +195,25 @@ static void check_row(const struct dn_cpu_device *d, uint32_t row)
     DN_BUG_ON(s->slot >= 0 && (uint32_t)s->slot >= d->n_slots);
 }
 
-/* Twice for each list, as prefill and as decode: with an empty step, operations compute nothing but say what scratch
- * they need at the limits. */
+/* Twice for each list, as prefill and as decode, with the counts of a full step: operations compute nothing, but say
+ * what scratch they need at the limits. */
 static int prepare(struct dn_device *device, uint32_t list, struct dn_err *err)
 {
     struct dn_cpu_device *d = dn_cpu(device);
     static const enum dn_step_kind kind[] = {DN_STEP_PREFILL, DN_STEP_DECODE};
     d->measuring = d->prepared < sizeof kind / sizeof *kind;
+    struct dn_step *step = &d->step;
+    const struct dn_step_limits *l = &d->limits;
     if (d->measuring) {
-        d->step.n_tokens = d->step.n_seqs = d->step.n_rows = d->step.n_tags = 0;
-        d->step.token_start[0] = d->step.page_start[0] = 0;
-        d->step.kind = kind[d->prepared++];
+        step->kind = kind[d->prepared++];
+        step->n_seqs = l->seqs < l->tokens ? l->seqs : l->tokens;
+        step->n_tokens = step->kind == DN_STEP_DECODE ? step->n_seqs : l->tokens;
+        step->n_rows = l->rows;
         return 1;
     }
     d->prepared = 0;
-    d->step.kind = DN_STEP_PREFILL;
+    step->kind = DN_STEP_PREFILL;
+    step->n_tokens = step->n_seqs = step->n_rows = 0;
     for (int i = 0; i < DN_SCRATCHES; i++) {
         struct dn_cpu_scratch *s = d->scratch + i;
         if (!grow(s, s->wanted))
@@ -345,7 +351,8 @@ static const struct dn_kernels table = {.name = "cpu",
                                         .check_tags = dn_cpu_check_tags,
                                         .sample_rows = dn_cpu_sample_rows,
                                         .step_end = step_end,
-                                        .step_wait = step_wait};
+                                        .step_wait = step_wait,
+                                        .read_rate = dn_cpu_read_rate};
 
 int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err)
 {

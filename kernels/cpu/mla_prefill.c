@@ -193,7 +193,6 @@ void dn_cpu_mla_prefill(struct dn_device *device, const struct dn_mla_prefill *p
     DN_BUG_ON(p->w_k->n_in != p->latent_dim || p->w_v->n_in != p->latent_dim ||
               dn_cpu_rows(p->w_k) != (uint64_t)p->n_heads * p->nope_dim ||
               dn_cpu_rows(p->w_v) != (uint64_t)p->n_heads * p->v_dim);
-    dn_cpu_check_pages(s, p->layout);
     struct call c = {.d = d,
                      .p = p,
                      .work = {.source = DN_ATTN_EXPANDED,
@@ -216,6 +215,7 @@ void dn_cpu_mla_prefill(struct dn_device *device, const struct dn_mla_prefill *p
     take(&c);
     if (d->measuring || s->n_seqs == 0)
         return;
+    dn_cpu_check_pages(s, p->layout);
     dn_cpu_zero_bad(s, p->out, c.value_width);
     cut(&c);
     /* Passes: a whole split of a long sequence, or the ends of several. */

@@ -57,8 +57,10 @@ void dn_cpu_mla_write(struct dn_device *device, const struct dn_mla_write *p)
     struct dn_cpu_device *d = dn_cpu(device);
     DN_BUG_ON(p->layer >= p->layout->n_layers || p->latent_dim != p->layout->latent_dim ||
               p->rope_dim != p->layout->rope_dim || p->rope_dim % 2 || p->kv_stride < p->latent_dim + p->rope_dim);
-    dn_cpu_check_pages(&d->step, p->layout);
     size_t bytes = dn_threads_count(d->exec.threads) * ((size_t)p->latent_dim + p->rope_dim) * sizeof(float);
     struct call c = {d, p, dn_cpu_take(d, DN_SCRATCH_THREAD, bytes, bytes)};
+    if (d->measuring)
+        return;
+    dn_cpu_check_pages(&d->step, p->layout);
     dn_threads_for(d->exec.threads, d->step.n_tokens, 4, tokens, &c);
 }

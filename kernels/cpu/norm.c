@@ -39,6 +39,8 @@ void dn_cpu_rmsnorm(struct dn_device *device, const struct dn_rmsnorm *p)
     struct dn_cpu_device *d = dn_cpu(device);
     struct call c = {d, p};
     DN_BUG_ON(p->dim == 0);
+    if (d->measuring)
+        return;
     if (p->add || !p->rows_only)
         dn_threads_for(d->exec.threads, d->step.n_tokens, chunk(p->dim), tokens, &c);
     if (p->rows_only)
@@ -63,5 +65,7 @@ void dn_cpu_norm_act(struct dn_device *device, const struct dn_norm_act *p)
     struct dn_cpu_device *d = dn_cpu(device);
     struct act_call c = {d->row, p};
     DN_BUG_ON(p->dim == 0 || p->a_stride < p->dim);
+    if (d->measuring)
+        return;
     dn_threads_for(d->exec.threads, d->step.n_tokens, chunk(p->dim), act_rows, &c);
 }

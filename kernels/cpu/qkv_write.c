@@ -59,6 +59,8 @@ void dn_cpu_qkv_write(struct dn_device *device, const struct dn_qkv_write *p)
     const struct dn_step *s = &d->step;
     DN_BUG_ON(p->layer >= p->layout->n_layers || p->n_kv_heads != p->layout->n_kv_heads ||
               p->head_dim != p->layout->head_dim || p->rotary_dim > p->head_dim || p->rotary_dim % 2);
+    if (d->measuring)
+        return;
     dn_cpu_check_pages(s, p->layout);
     struct call c = {d, p};
     dn_threads_for(d->exec.threads, s->n_tokens, 4, tokens, &c);

@@ -99,6 +99,8 @@ void dn_cpu_route(struct dn_device *device, const struct dn_route *p)
     uint32_t groups = p->n_groups > 1 ? p->n_groups : 1, kept = p->n_groups > 1 ? p->top_groups : 1;
     DN_BUG_ON(p->n_experts == 0 || p->n_experts > DN_MAX_EXPERTS || p->top_k == 0 || p->top_k > DN_MAX_TOP_EXPERTS ||
               p->n_experts % groups || kept == 0 || kept > groups || p->n_experts / groups * kept < p->top_k);
+    if (d->measuring)
+        return;
     struct call c = {p};
     dn_threads_for(d->exec.threads, d->step.n_tokens, 4, tokens, &c);
 }

@@ -396,5 +396,7 @@ void dn_cpu_sample_rows(struct dn_device *device, const struct dn_sample_rows *p
     c.scratch_bytes = ((size_t)p->n_vocab * (3 * sizeof(float) + sizeof(struct candidate)) + 63) & ~(size_t)63;
     size_t bytes = dn_threads_count(d->exec.threads) * c.scratch_bytes;
     c.memory = dn_cpu_take(d, DN_SCRATCH_THREAD, bytes, bytes);
+    if (d->measuring)
+        return;
     dn_threads_for(d->exec.threads, d->step.n_rows, 1, rows, &c);
 }

@@ -27,6 +27,6 @@ void dn_cpu_silu_mul(struct dn_device *device, const struct dn_silu_mul *p)
 {
     struct dn_cpu_device *d = dn_cpu(device);
     struct call c = {d->row, p};
-    if (p->dim)
+    if (p->dim && !d->measuring)
         dn_threads_for(d->exec.threads, d->step.n_tokens * pieces(p->dim), 4, run, &c);
 }

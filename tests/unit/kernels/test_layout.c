@@ -28,8 +28,11 @@ static void check_layout(const struct dn_kv_layout *l, enum dn_kv_format f)
 {
     enum { SLABS = 3 };
     uint8_t *owner = calloc(SLABS, l->slab_bytes);
-    uint64_t values = (uint64_t)l->n_kv_heads * l->page_tokens * l->head_dim * (f == DN_KV_BF16 ? 2 : 1);
-    uint64_t scales = f == DN_KV_FP8 ? 4ull * l->n_kv_heads * l->page_tokens : 0;
+    bool mla = l->latent_dim != 0;
+    uint64_t tokens = (uint64_t)l->n_kv_heads * l->page_tokens, bytes = f == DN_KV_BF16 ? 2 : 1;
+    uint64_t first = tokens * (mla ? l->latent_dim : l->head_dim) * bytes,
+             second = mla ? tokens * l->rope_dim * 2 : first;
+    uint64_t scales = f == DN_KV_FP8 ? 4 * tokens : 0;
     for (uint32_t slab = 0; slab < SLABS; slab++) {
         for (uint32_t i = 0; i < l->format[f].pages_per_slab; i++) {
             uint64_t at = dn_kv_page_offset(l, f, slab * l->slab_pages + i);
@@ -37,10 +40,10 @@ static void check_layout(const struct dn_kv_layout *l, enum dn_kv_format f)
             cr_assert(at >= slab * l->slab_bytes && at + l->format[f].page_bytes <= (slab + 1) * l->slab_bytes);
             for (uint32_t layer = 0; layer < l->n_layers; layer++) {
                 uint64_t base = at + (uint64_t)layer * l->format[f].layer_bytes;
-                uint64_t piece[4][2] = {{0, values},
-                                        {l->format[f].v_offset, values},
+                uint64_t piece[4][2] = {{0, first},
+                                        {l->format[f].v_offset, second},
                                         {l->format[f].k_scale_offset, scales},
-                                        {l->format[f].v_scale_offset, scales}};
+                                        {l->format[f].v_scale_offset, mla ? 0 : scales}};
                 for (int p = 0; p < 4; p++) {
                     for (uint64_t b = 0; b < piece[p][1]; b++)
                         cr_assert_eq(owner[base + piece[p][0] + b]++, 0, "two owners of a byte");
@@ -49,6 +52,38 @@ static void check_layout(const struct dn_kv_layout *l, enum dn_kv_format f)
         }
     }
     free(owner);
+}
+
+Test(layout, pages_of_latents_do_not_overlap_and_stay_in_their_slab)
+{
+    /* layers, latent, rope, page; the bytes of a token are those of DeepSeek-V2: latent and one rope key */
+    static const uint32_t grid[][4] = {
+        {1, 16, 2, 16}, {3, 512, 64, 64}, {2, 80, 20, 48}, {61, 512, 64, 64}, {2, 33, 2, 16}};
+    for (size_t g = 0; g < sizeof grid / sizeof *grid; g++) {
+        for (uint64_t target = 1; target < 8 << 20; target *= 7) {
+            struct dn_kv_layout l;
+            cr_assert_eq(dn_kv_layout_init_mla(&l, grid[g][0], grid[g][1], grid[g][2], grid[g][3], target), 0);
+            cr_assert_eq(l.n_kv_heads, 1);
+            cr_assert_eq(l.head_dim, grid[g][1] + grid[g][2]);
+            uint32_t bf16 = (grid[g][1] + grid[g][2]) * 2 * grid[g][3],
+                     fp8 = (grid[g][1] + grid[g][2] * 2 + 4) * grid[g][3];
+            cr_assert_eq(l.format[DN_KV_BF16].layer_bytes, (bf16 + 63) / 64 * 64);
+            cr_assert_eq(l.format[DN_KV_FP8].layer_bytes, (fp8 + 63) / 64 * 64);
+            for (unsigned f = 0; f < DN_KV_FORMATS && l.slab_bytes < 16 << 20; f++)
+                check_layout(&l, (enum dn_kv_format)f);
+        }
+    }
+}
+
+Test(layout, says_no_to_latents_that_cannot_be)
+{
+    struct dn_kv_layout l = {.slab_pages = 7}, before = l;
+    static const uint32_t bad[][4] = {{0, 512, 64, 64},    {1, 0, 64, 64},           {1, 512, 0, 64},
+                                      {1, 512, 64, 0},     {1, 512, 64, 24},         {1, 40000, 64, 64},
+                                      {1, 512, 40000, 64}, {60000, 32000, 32000, 16}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        cr_assert_lt(dn_kv_layout_init_mla(&l, bad[i][0], bad[i][1], bad[i][2], bad[i][3], 1 << 20), 0, "%zu", i);
+    cr_assert(memcmp(&l, &before, sizeof l) == 0, "a refusal changed the layout");
 }
 
 Test(layout, pages_do_not_overlap_and_stay_in_their_slab)

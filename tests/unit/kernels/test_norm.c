@@ -159,3 +159,37 @@ Test(norm, exponential_is_within_the_stated_error)
     free(x);
     free(y);
 }
+
+/* The form without a residual: rows may have gaps behind them, the input stays as it is. */
+Test(norm, of_activations_is_within_rounding_of_float64)
+{
+    static const uint32_t dims[] = {1, 7, 16, 192, 1536};
+    FOR_EACH_ISA(isa)
+    {
+        struct fix f;
+        fix_open(&f, isa, 3, 16);
+        for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+            enum { N = 29 };
+            uint32_t dim = dims[i], stride = dim + 5;
+            float *a = fix_floats(&f, N * stride), *w = fix_floats(&f, dim), *out = fix_floats(&f, N * dim + 1);
+            fill_normal(a, N * stride, 3.0f);
+            fill_normal(w, dim, 1.0f);
+            out[N * dim] = 7.0f;
+            one_token_seqs(&f, N);
+            f.ops->step_begin(f.d, 1);
+            f.ops->norm_act(f.d, &(struct dn_norm_act){a, stride, w, 1e-6f, dim, out});
+            for (uint32_t r = 0; r < N; r++) {
+                double sum = 0;
+                for (uint32_t j = 0; j < dim; j++)
+                    sum += (double)a[r * stride + j] * (double)a[r * stride + j];
+                for (uint32_t j = 0; j < dim; j++) {
+                    double want = (double)a[r * stride + j] / sqrt(sum / dim + (double)1e-6f) * (double)w[j];
+                    cr_assert(fabs((double)out[r * dim + j] - want) <= norm_bound(dim) * fabs(want), "%s, dim %u", isa,
+                              dim);
+                }
+            }
+            cr_assert_eq(out[N * dim], 7.0f);
+        }
+        fix_close(&f);
+    }
+}

@@ -451,3 +451,60 @@ Test(pack, says_no_to_what_it_cannot_pack)
     cr_assert_eq(dn_cpu_matrix_pack(&w.m, 0xffffffff, 2, &f32), -DN_INVALID_VALUE);
     weights_free(&w);
 }
+
+/* ---- Groups ---- */
+
+/* The groups of a matrix lie one after the other: the bytes are those of a matrix with all their rows. */
+Test(pack, groups_give_the_bytes_of_one_matrix)
+{
+    for (size_t k = 0; k < N_KINDS; k++) {
+        struct weights one, parts;
+        weights_make(&one, kinds + k, 3 * 128, 96, 5);
+        weights_make(&parts, kinds + k, 3 * 128, 96, 5);
+        parts.m.n_groups = 3;
+        parts.m.n_out = 128;
+        cr_assert_eq(dn_cpu_matrix_bytes(&parts.m), one.m.bytes);
+        memset(parts.m.data, 0xa5, parts.m.bytes); /* as weights_make() does: padding is left alone */
+        /* By group, the last one first. */
+        for (uint32_t g = 3; g-- > 0;) {
+            struct dn_rows r = parts.rows;
+            size_t at = (size_t)g * 128 * 96;
+            r.bf16 = r.bf16 ? r.bf16 + at : NULL;
+            r.q4 = r.q4 ? r.q4 + at / 2 : NULL;
+            r.q8 = r.q8 ? r.q8 + at : NULL;
+            r.fp8 = r.fp8 ? r.fp8 + at : NULL;
+            r.scale16 = r.scale16 ? r.scale16 + at / 32 : NULL;
+            r.offset16 = r.offset16 ? r.offset16 + at / 32 : NULL;
+            r.block_scale = r.block_scale ? r.block_scale + g : NULL;
+            cr_assert_eq(dn_cpu_matrix_pack(&parts.m, g * 128, 128, &r), 0, "%s", kinds[k].name);
+        }
+        cr_assert(memcmp(one.m.data, parts.m.data, one.m.bytes) == 0, "%s", kinds[k].name);
+        float a[96], b[96];
+        for (uint32_t row = 0; row < 3 * 128; row += 37) {
+            dn_cpu_matrix_row(&one.m, row, a);
+            dn_cpu_matrix_row(&parts.m, row, b);
+            cr_assert(memcmp(a, b, sizeof a) == 0);
+        }
+        cr_assert_lt(dn_cpu_matrix_pack(&parts.m, 2 * 128, 2 * 128, &parts.rows), 0, "behind the last group");
+        weights_free(&one);
+        weights_free(&parts);
+    }
+}
+
+Test(pack, groups_are_whole_blocks)
+{
+    struct dn_matrix m = {.format = DN_W_BF16, .n_out = 64, .n_in = 32, .n_groups = 5};
+    cr_assert_eq(dn_cpu_matrix_bytes(&m), 5 * 64 * 32 * 2);
+    m.format = DN_W_FP8; /* a scale may not be of two groups */
+    cr_assert_eq(dn_cpu_matrix_bytes(&m), 0);
+    m.n_out = 128;
+    cr_assert_neq(dn_cpu_matrix_bytes(&m), 0);
+    m.format = DN_W_INT4;
+    m.n_out = 80;
+    cr_assert_eq(dn_cpu_matrix_bytes(&m), 0);
+    m.n_groups = 1;
+    cr_assert_neq(dn_cpu_matrix_bytes(&m), 0);
+    m.n_groups = 1 << 20;
+    m.n_out = 1 << 13; /* 2^33 rows */
+    cr_assert_eq(dn_cpu_matrix_bytes(&m), 0);
+}

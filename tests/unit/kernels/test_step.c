@@ -1,5 +1,7 @@
 /* The device as a whole: memory, a step's consistency, rows, embedding, token counts. */
-#include "unit/kernels/oracle.h"
+#include "unit/kernels/mla_fixture.h"
+
+#include "kernels/cpu/matmul.h"
 
 #include <signal.h>
 
@@ -80,6 +82,78 @@ Test(step, embedding_gives_the_rows_of_the_table)
     }
 }
 
+/* ---- prepare() ---- */
+
+/* Every operation that has scratch, and one that would follow the step's arrays. */
+static void list(struct fix *f, const struct mla_shape *h, const struct mla_weights *w, float *x, int32_t *expert,
+                 const struct dn_matrix *gate_up, const struct dn_matrix *down)
+{
+    f->ops->norm_act(f->d, &(struct dn_norm_act){x, 64, x, 1e-5f, 64, x});
+    run_absorbed(f, h, 0, 0.1f, x, x);
+    run_prefill(f, h, 0, 0.1f, w, x, x);
+    f->ops->route(f->d, &(struct dn_route){x, NULL, 2, 1, 1, 1, true, 1, expert, x});
+    f->ops->experts(f->d, &(struct dn_experts){x, expert, x, 1, gate_up, down, NULL, x});
+    f->ops->sample_rows(f->d, &(struct dn_sample_rows){x, 16, 16});
+    f->ops->step_end(f->d);
+}
+
+/* It runs the list as prefill and as decode with the counts of the limits and computes nothing; afterwards a step is as
+ * without it. */
+Test(step, prepare_measures_and_computes_nothing)
+{
+    const struct mla_shape h = {2, 64, 16, 64, 64, 16};
+    struct fix f;
+    struct seq q;
+    struct mla_weights w;
+    struct dn_matrix gate_up, down;
+    fix_open(&f, NULL, 2, 16);
+    mla_arena(&f, 1, &h, 16);
+    mla_seq(&f, &q, DN_KV_BF16, 100);
+    mla_fill_all(&f, &q, 100);
+    mla_weights(&f, &w, &h, DN_W_BF16, dn_cpu_matrix_row);
+    float *x = fix_floats(&f, FIX_TOKENS * 256), *out = fix_floats(&f, 100 * 128), *again = fix_floats(&f, 100 * 128);
+    float *rows = malloc(256 * 64 * sizeof *rows);
+    int32_t *expert = (int32_t *)fix_floats(&f, FIX_TOKENS);
+    fill_normal(rows, 256 * 64, 1.0f);
+    mla_matrix(&f, &gate_up, DN_W_BF16, 2, 128, 64, rows);
+    mla_matrix(&f, &down, DN_W_BF16, 2, 64, 64, rows);
+    float *query = fix_floats(&f, 100 * 256);
+    fill_normal(query, 100 * 256, 1.0f);
+    step_clear(&f);
+    step_add(&f, &q, 0, 100);
+    f.ops->step_begin(f.d, 1);
+    run_prefill(&f, &h, 0, 0.1f, &w, query, out);
+    mla_step(&f);
+    unsigned n[2] = {0, 0};
+    memset(x, 0xff, FIX_TOKENS * 256 * sizeof *x);
+    memset(expert, 0xff, FIX_TOKENS * sizeof *expert);
+    struct dn_err err = {0};
+    for (uint32_t l = 1; l <= 2; l++) {
+        int more;
+        while ((more = f.ops->prepare(f.d, l, &err)) > 0) {
+            cr_assert(f.s->n_tokens > 0 && f.s->n_tokens <= FIX_TOKENS && f.s->n_rows > 0);
+            n[f.s->kind == DN_STEP_DECODE]++;
+            list(&f, &h, &w, x, expert, &gate_up, &down);
+        }
+        cr_assert_eq(more, 0, "%s", err.text);
+    }
+    cr_assert(n[0] == 2 && n[1] == 2, "%u as prefill, %u as decode", n[0], n[1]);
+    for (size_t i = 0; i < FIX_TOKENS * 256; i++)
+        cr_assert(isnan(x[i]), "something was computed");
+    for (size_t i = 0; i < FIX_TOKENS; i++)
+        cr_assert_eq(expert[i], -1);
+    step_clear(&f);
+    step_add(&f, &q, 0, 100);
+    f.ops->step_begin(f.d, 1);
+    run_prefill(&f, &h, 0, 0.1f, &w, query, again);
+    mla_step(&f);
+    cr_assert(memcmp(out, again, 100 * 128 * sizeof *out) == 0);
+    cr_assert(!isnan(out[0]) && out[0] != 0.0f);
+    free(rows);
+    mla_weights_free(&w);
+    fix_close(&f);
+}
+
 /* ---- A step that contradicts itself aborts ---- */
 
 static struct fix bad;
@@ -103,7 +177,7 @@ static void bad_setup(void)
     {                                                                                                                  \
         struct dn_step *s = bad.s;                                                                                     \
         change;                                                                                                        \
-        bad.ops->step_begin(bad.d, 1);                                                                                    \
+        bad.ops->step_begin(bad.d, 1);                                                                                 \
     }
 ABORTS(too_many_tokens, s->n_tokens = FIX_TOKENS + 1)
 ABORTS(too_many_sequences, s->n_seqs = FIX_SEQS + 1)

@@ -4,6 +4,7 @@
 #include "cli/cli.h"
 #include "cli/local.h"
 #include "cli/progress.h"
+#include "pool/device.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -152,12 +153,13 @@ static void print_row(struct row *r, bool csv)
 }
 
 struct options {
-    const char *weights, *kv, *threads, *batch, *prompt, *output, *integrity, *rounds, *what;
+    const char *weights, *kv, *threads, *batch, *prompt, *output, *integrity, *rounds, *what, *device;
     bool csv;
 };
 
 struct plan {
     struct list weights, kv, threads, batch, integrity;
+    const char *device;
     uint64_t prompt, output, rounds;
     struct engine *engine;
     size_t n_engines;
@@ -175,6 +177,9 @@ static int parse(const struct options *o, struct plan *p, struct dn_err *err)
         (rc = dn_args_uint(o->prompt, "prompt", 1, 1 << 20, false, &p->prompt, err)) != 0 ||
         (rc = dn_args_uint(o->output, "output", 2, 1 << 20, false, &p->output, err)) != 0 ||
         (rc = dn_args_uint(o->rounds, "rounds", 1, MAX_ROUNDS, false, &p->rounds, err)) != 0)
+        return rc;
+    struct dn_device_choice device;
+    if ((rc = dn_device_parse(p->device = o->device, &device, err)) != 0)
         return rc;
     if (strcmp(o->what, "all") != 0 && strcmp(o->what, "prefill") != 0 && strcmp(o->what, "decode") != 0)
         return dn_err_set(err, DN_CONFIG, "--what %s: expected all, prefill or decode", o->what);
@@ -194,7 +199,11 @@ static int open_engines(struct plan *p, const char *model, struct dn_err *err)
             if (dn_weights_format_parse(p->weights.text[i], &weights) != 0)
                 return dn_err_set(err, DN_CONFIG, "--weights %s: expected auto, bf16, fp8, int8 or int4",
                                   p->weights.text[i]);
-            const struct dn_pool_conf conf = {.n_threads = (unsigned)threads, .weights = weights, .max_sequences = 64};
+            const struct dn_pool_conf conf = {.backend = p->device,
+                                              .n_threads = (unsigned)threads,
+                                              .weights = weights,
+                                              .context_tokens = (uint32_t)(p->prompt + p->output + 64),
+                                              .max_sequences = 64};
             *e = (struct engine){.weights = p->weights.text[i], .threads = (unsigned)threads};
             if ((rc = dn_local_open(&e->local, model, &conf, false, err)) != 0)
                 return rc;
@@ -307,6 +316,7 @@ int dn_cmd_bench(int argc, char **argv)
         {"what", "WHAT", "all, prefill or decode [all]", &o.what, NULL},
         {"weights", "LIST", "auto, bf16, fp8, int8, int4 [auto]", &o.weights, NULL},
         {"kv", "LIST", "bf16, fp8_e4m3 [bf16]", &o.kv, NULL},
+        {"device", "NAME", "auto, cpu, cuda or cuda:N [auto]", &o.device, NULL},
         {"threads", "LIST", "[all cores]", &o.threads, NULL},
         {"batch", "LIST", "sequences that decode together [1,16]", &o.batch, NULL},
         {"integrity", "LIST", "off, tag [tag]", &o.integrity, NULL},

@@ -323,6 +323,7 @@ int dn_cmd_chat(int argc, char **argv)
         {"weights", "FORMAT", "auto, bf16, fp8, int8 or int4 [auto]", &o.local.weights, NULL},
         {"kv-dtype", "FORMAT", "bf16 or fp8_e4m3 [bf16]", &o.local.kv_dtype, NULL},
         {"ctx", "TOKENS", "context [the model's]", &o.local.ctx, NULL},
+        {"device", "NAME", "auto, cpu, cuda or cuda:N [auto]", &o.local.device, NULL},
         {"threads", "N", "threads [all cores]", &o.local.threads, NULL},
         {"verbose", NULL, "tokens and tokens/s of each answer, to stderr", NULL, &o.verbose},
         {"quiet", NULL, "no progress", NULL, &o.local.quiet},

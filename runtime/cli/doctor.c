@@ -2,7 +2,7 @@
 #include "cli/args.h"
 #include "cli/cli.h"
 #include "cli/progress.h"
-#include "kernels/kernels.h"
+#include "pool/device.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -61,12 +61,41 @@ static void check_files(struct report *r)
     line(r, few, "files", text);
 }
 
+struct survey {
+    struct report *r;
+    unsigned n_devices, n_lines;
+};
+
+/* The backend's first line is of the driver: a GPU needs it and one more. */
+static void survey_line(void *ctx, bool usable, const char *text)
+{
+    struct survey *s = ctx;
+    line(s->r, usable ? 0 : 1, "gpu", text);
+    s->n_devices += usable && s->n_lines++ > 0;
+}
+
 static void check_gpu(struct report *r)
 {
+    char path[4096], text[DN_ERR_TEXT + 256];
+    struct dn_err err;
+    const struct dn_backend *b;
     bool driver = access("/dev/nvidiactl", F_OK) == 0;
-    line(r, driver, "gpu",
-         driver ? "an NVIDIA driver is there, but this build has no CUDA backend: it serves on the CPU"
-                : "no NVIDIA driver: it serves on the CPU");
+    struct survey s = {.r = r};
+    int rc = dn_device_library(path, sizeof path, &err);
+    if (rc == 0)
+        rc = dn_kernels_load_library(path, &b, &err);
+    if (rc == -DN_NOT_FOUND && !driver) {
+        line(r, 0, "gpu", "no NVIDIA driver and no CUDA backend: it serves on the CPU");
+    } else if (rc != 0) {
+        snprintf(text, sizeof text, "%sthe CUDA backend can't be used: %s%s",
+                 driver ? "an NVIDIA driver is there, but " : "", err.text,
+                 strstr(err.text, "libcublasLt") ? " (of the CUDA 13 runtime: put its folder on LD_LIBRARY_PATH)" : "");
+        line(r, 1, "gpu", text);
+    } else if (b->survey) {
+        b->survey(survey_line, &s);
+    }
+    if (s.n_devices == 0 && (rc != -DN_NOT_FOUND || driver))
+        line(r, driver, "gpu", "none to use: it serves on the CPU");
 }
 
 static void check_port(struct report *r, uint16_t port)

@@ -108,6 +108,7 @@ int dn_cmd_generate(int argc, char **argv)
         {"weights", "FORMAT", "auto, bf16, fp8, int8 or int4 [auto]", &o.weights, NULL},
         {"kv-dtype", "FORMAT", "bf16 or fp8_e4m3 [bf16]", &o.kv_dtype, NULL},
         {"ctx", "TOKENS", "context [the model's]", &o.ctx, NULL},
+        {"device", "NAME", "auto, cpu, cuda or cuda:N [auto]", &o.device, NULL},
         {"threads", "N", "threads [all cores]", &o.threads, NULL},
         {"quiet", NULL, "no progress", NULL, &o.quiet},
         {NULL, NULL, NULL, NULL, NULL},

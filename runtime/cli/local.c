@@ -5,6 +5,7 @@
 #include "base/hash.h"
 #include "cli/args.h"
 #include "cli/progress.h"
+#include "pool/device.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -82,6 +83,10 @@ int dn_local_pool_conf(const struct dn_local_options *o, struct dn_pool_conf *co
     uint32_t max_tokens;
     if ((rc = dn_local_sampling(o, 0, &trial, err)) != 0 || (rc = dn_local_max_tokens(o, 1, 1, &max_tokens, err)) != 0)
         return rc;
+    struct dn_device_choice device;
+    if ((rc = dn_device_parse(o->device, &device, err)) != 0)
+        return rc;
+    conf->backend = o->device;
     conf->n_threads = (unsigned)threads;
     conf->context_tokens = (uint32_t)ctx;
     return 0;

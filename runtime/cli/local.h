@@ -15,7 +15,7 @@ struct dn_local {
 
 /* What a user may choose, as the texts of flags; NULL: not given. */
 struct dn_local_options {
-    const char *max_tokens, *temperature, *top_p, *seed, *weights, *kv_dtype, *threads, *ctx;
+    const char *max_tokens, *temperature, *top_p, *seed, *weights, *kv_dtype, *device, *threads, *ctx;
     bool quiet;
 };
 /* One sequence at a time, with the weights, threads and context of o. Checks all of o. Error: names the flag. */

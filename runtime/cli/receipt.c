@@ -35,6 +35,21 @@ static void print_weights(const struct dn_node *node)
         fprintf(stderr, "         %s\n", w->note[i]);
 }
 
+/* The device, and for a GPU where its memory went. */
+static void print_device(const struct dn_node *node)
+{
+    const struct dn_pool *p = node->pool;
+    char a[16], b[16], c[16], d[16], e[16], f[16];
+    fprintf(stderr, "device   %s%s%s\n", p->device_text, p->no_gpu[0] ? "; no GPU: " : "", p->no_gpu);
+    if (p->device_total_bytes == 0)
+        return;
+    uint64_t kv = (uint64_t)p->runner->n_slabs * p->runner->layout.slab_bytes;
+    fprintf(stderr, "         weights %s, kv %s, activations %s, workspace and graphs %s; %s of %s free\n",
+            dn_bytes_text(p->weights->bytes, a), dn_bytes_text(kv, b),
+            dn_bytes_text(p->runner->activation_bytes + p->runner->rope_bytes, c), dn_bytes_text(p->workspace_bytes, d),
+            dn_bytes_text(p->device_free_bytes, e), dn_bytes_text(p->device_total_bytes, f));
+}
+
 static void print_kv(const struct dn_node *node)
 {
     const struct dn_pool *p = node->pool;
@@ -54,6 +69,7 @@ void dn_receipt_tail(const struct dn_receipt *r)
 {
     const struct dn_node *node = r->node;
     struct dn_buf policy = {0};
+    print_device(node);
     print_weights(node);
     print_kv(node);
     dn_policy_summary(node->policy, &policy);

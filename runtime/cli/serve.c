@@ -7,6 +7,7 @@
 #include "cli/progress.h"
 #include "cli/receipt.h"
 #include "http/tls_selfsigned.h"
+#include "pool/device.h"
 #include "script/conf.h"
 
 #include <ctype.h>
@@ -137,6 +138,10 @@ static int read_conf(struct server *s, const char *file, const struct conf_flag 
     set_flags(s->conf, f, n_flags, &errors);
     choose_model(s, file, m, &errors);
     dn_conf_check(s->conf, &errors);
+    struct dn_device_choice device;
+    struct dn_err err;
+    if (dn_device_parse(s->conf->device, &device, &err) != 0)
+        dn_conf_error_add(&errors, file ? file : "command line", 0, "engine.device: %s", err.text);
     if (s->conf->keys[0])
         dn_keys_read(&s->keys, s->conf->keys, &errors);
     if (errors.n == 0 && s->keys.n == 0 && !dn_conf_is_loopback(s->conf->listen))
@@ -295,6 +300,7 @@ static int load(struct server *s, struct dn_err *err)
     const struct dn_conf *c = s->conf;
     const struct dn_conf_model *m = &s->model;
     struct dn_pool_conf pc = {
+        .backend = c->device,
         .n_threads = (unsigned)c->threads,
         .max_sequences = u32(c->max_sequences),
         .step_tokens = u32(c->step_tokens),
@@ -486,6 +492,7 @@ int dn_cmd_serve(int argc, char **argv)
     struct conf_flag set[] = {
         {"--listen", "listen", NULL},          {"--cleartext", "cleartext", NULL},        {"--keys", "keys", NULL},
         {"--threads", "engine.threads", NULL}, {"--kv-memory", "engine.kv_memory", NULL}, {"--log", "log.level", NULL},
+        {"--device", "engine.device", NULL},
     };
     struct model_flags model = {0};
     const struct dn_flag flag[] = {
@@ -498,6 +505,7 @@ int dn_cmd_serve(int argc, char **argv)
         {"kv-dtype", "FORMAT", "bf16 or fp8_e4m3, where no policy decides [bf16]", &model.kv_dtype, NULL},
         {"ctx", "TOKENS", "longest prompt + answer [the model's]", &model.ctx, NULL},
         {"kv-memory", "BYTES", "KV arena, e.g. 2GiB [auto]", &set[4].text, NULL},
+        {"device", "NAME", "auto, cpu, cuda or cuda:N [auto: a GPU if there is one]", &set[6].text, NULL},
         {"threads", "N", "threads of the CPU backend [all cores]", &set[3].text, NULL},
         {"log", "LEVEL", "error, warn, info or debug [info]", &set[5].text, NULL},
         {"check", NULL, "check configuration, model file and policies, then exit", NULL, &s->check_only},

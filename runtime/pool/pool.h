@@ -17,16 +17,17 @@
 
 struct dn_pool_conf {
     const char *name;        /* what policies call it; "main" */
-    const char *backend;     /* NULL or "cpu", else the path of a backend's library (kernels.h) */
+    const char *backend;     /* what dn_device_parse() takes; NULL = auto: a GPU if there is one, else the CPU */
     const char *isa;         /* see dn_device_conf */
     unsigned n_threads;      /* 0 = all cores */
     int weights;             /* enum dn_weight_format or DN_WEIGHTS_AUTO */
-    uint32_t max_sequences;  /* running at once; 0 = 32 */
-    uint32_t step_tokens;    /* most tokens of one step; 0 = 512 */
+    uint32_t max_sequences;  /* running at once; 0 = 32, on a GPU 64 */
+    uint32_t step_tokens;    /* most tokens of one step; 0 = 512, on a GPU 2048 */
     uint32_t echo_rows;      /* prompt log-probabilities of one step; 0 = 64 */
     uint32_t context_tokens; /* longest sequence; 0 = the model's, or what the arena holds */
-    uint32_t page_tokens;    /* 0 = 16 */
-    uint64_t kv_bytes;       /* arena; 0 = room for 4 full contexts in bf16, at most 1 GiB */
+    uint32_t page_tokens;    /* 0 = the backend's, or 16 */
+    uint64_t kv_bytes;       /* arena; 0 = room for 4 full contexts in bf16, at most 1 GiB. On a GPU: for max_sequences
+                              * of them, at most 9 tenths of what is free beside weights and activations */
     uint32_t n_valid;        /* ids that have a token; 0 = all */
     void (*progress)(void *ctx, uint64_t done_bytes, uint64_t total_bytes);
     void *progress_ctx;
@@ -40,6 +41,11 @@ struct dn_pool {
     struct dn_runner *runner;
     struct dn_pages *pages;
     struct dn_prefix *prefix;
+    char device_text[256];                   /* "NVIDIA H200, sm_90, ..." */
+    char no_gpu[DN_ERR_TEXT];                /* auto took the CPU: why; else "" */
+    uint64_t device_total_bytes;             /* of a GPU, else 0: then the next two are 0 */
+    uint64_t device_free_bytes;              /* when all was taken */
+    uint64_t workspace_bytes;                /* what operations and recorded steps took */
     uint32_t capacity_tokens[DN_KV_FORMATS]; /* what the whole arena holds in one format */
 };
 

@@ -331,7 +331,7 @@ int dn_conf_check(const struct dn_conf *c, struct dn_conf_errors *errors)
         wrong(c, errors, "limits.body_bytes_inflight", "limits.body_bytes_inflight is below limits.body_bytes");
     if (c->page_tokens & (c->page_tokens - 1))
         wrong(c, errors, "engine.page_tokens", "engine.page_tokens: expected a power of two");
-    if (c->prefill_chunk_tokens > c->step_tokens)
+    if (c->step_tokens && c->prefill_chunk_tokens > c->step_tokens)
         wrong(c, errors, "engine.prefill_chunk_tokens", "engine.prefill_chunk_tokens is above engine.step_tokens");
     return errors->n == before ? 0 : -DN_CONFIG;
 }

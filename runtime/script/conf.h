@@ -70,10 +70,11 @@ struct dn_conf {
     struct dn_conf_limits limits;
     const struct dn_conf_model *model;
     size_t n_models;
-    uint64_t threads;   /* 0: all cores */
-    uint64_t kv_memory; /* bytes; 0: auto */
-    uint64_t page_tokens, max_sequences;
-    uint64_t step_tokens;          /* most tokens of one step */
+    const char *device;                  /* "auto" "cpu" "cuda" "cuda:N" */
+    uint64_t threads;                    /* 0: all cores */
+    uint64_t kv_memory;                  /* bytes; 0: auto */
+    uint64_t page_tokens, max_sequences; /* 0: auto */
+    uint64_t step_tokens;                /* most tokens of one step; 0: auto */
     uint64_t prefill_chunk_tokens; /* prefill tokens of a step in which others decode; 0: a quarter of step_tokens */
     uint64_t queue_limit, queue_timeout_ms;
     const struct dn_conf_policy *policy;

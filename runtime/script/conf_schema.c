@@ -69,11 +69,12 @@ const struct dn_conf_row dn_conf_rows[] = {
     {"models.*.context", T_INT, M(context), 0, 1 << 24, NULL, "auto", "longest sequence in tokens; auto: the model's own, as far as memory holds it"},
     {"models.*.template", T_STRING, M(template), NONE, "", "file of a chat template; empty: the model's own"},
 
+    {"engine.device", T_STRING, N(device), NONE, "auto", "auto, cpu, cuda or cuda:N; auto: the first GPU if there is one, else the CPU"},
     {"engine.threads", T_INT, N(threads), 0, 1024, NULL, "auto", "threads that compute; auto: all cores"},
-    {"engine.kv_memory", T_SIZE, N(kv_memory), 0, 1024 * GIB, NULL, "auto", "memory of the KV cache, e.g. \"2 GiB\"; auto: room for four full contexts, at most 1 GiB"},
-    {"engine.page_tokens", T_INT, N(page_tokens), 8, 256, NULL, "16", "tokens of one cache page"},
-    {"engine.max_sequences", T_INT, N(max_sequences), 1, 1024, NULL, "32", "requests that run at once"},
-    {"engine.step_tokens", T_INT, N(step_tokens), 16, 65536, NULL, "512", "most tokens of one step"},
+    {"engine.kv_memory", T_SIZE, N(kv_memory), 0, 1024 * GIB, NULL, "auto", "memory of the KV cache, e.g. \"2 GiB\"; auto: room for four full contexts, at most 1 GiB; on a GPU for max_sequences of them, at most 90 % of what is free"},
+    {"engine.page_tokens", T_INT, N(page_tokens), 0, 256, NULL, "auto", "tokens of one cache page; auto: 16, on a GPU 64"},
+    {"engine.max_sequences", T_INT, N(max_sequences), 0, 1024, NULL, "auto", "requests that run at once; auto: 32, on a GPU 64"},
+    {"engine.step_tokens", T_INT, N(step_tokens), 0, 65536, NULL, "auto", "most tokens of one step; auto: 512, on a GPU 2048"},
     {"engine.prefill_chunk_tokens", T_INT, N(prefill_chunk_tokens), 0, 65536, NULL, "auto", "prompt tokens of a step in which others decode; auto: a quarter of step_tokens"},
 
     {"cache.share", T_CHOICE, N(cache_share), 0, 0, "tenant all none", "tenant", "who may reuse a cached prefix: the same tenant, everyone, nobody"},

@@ -1,3 +1,11 @@
+# One that loses its device, for tests of the pool and the node.
+add_library(backend_lost SHARED ${CMAKE_SOURCE_DIR}/tests/fixtures/backend_lost.c)
+target_link_libraries(backend_lost PRIVATE dn_kernels)
+set_target_properties(backend_lost PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+if(TARGET pool_test_device)
+  add_dependencies(pool_test_device backend_lost)
+endif()
+
 # Backends for test_library.c: a right one, one of another interface, and a library that is none.
 foreach(backend good:DN_KERNELS_ABI old:999 none:0)
   string(REPLACE ":" ";" parts ${backend})

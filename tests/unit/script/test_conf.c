@@ -61,7 +61,8 @@ Test(conf, an_empty_file_is_all_defaults)
     cr_assert_eq(c->loops, 0u);
     cr_assert_eq(c->limits.body_bytes, 8u << 20);
     cr_assert_eq(c->limits.header_bytes, 16384u);
-    cr_assert_eq(c->page_tokens, 16u);
+    cr_assert(c->page_tokens == 0 && c->max_sequences == 0 && c->step_tokens == 0); /* the device decides */
+    cr_assert_str_eq(c->device, "auto");
     cr_assert_eq(c->kv_memory, 0u);
     cr_assert_eq(c->policy_budget_ms, 1.0);
     cr_assert_eq(c->policy_memory, 8u << 20);

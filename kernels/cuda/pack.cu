@@ -121,9 +121,9 @@ size_t dn_cuda_matrix_bytes(const struct dn_matrix *m)
     uint64_t rows = (uint64_t)dn_weights_groups(m) * m->n_out, tiles = ((uint64_t)m->n_in + DN_TILE_K - 1) / DN_TILE_K;
     size_t bytes;
     /* Activations are copied 16 bytes at a time. */
-    if (!m->n_out || !m->n_in || m->n_in % (in_groups ? GROUP : 8) || rows > UINT32_MAX - DN_TILE_ROWS)
+    if (!m->n_out || !m->n_in || m->n_in % (in_groups ? 32 : 8) || rows > UINT32_MAX - DN_TILE_ROWS)
         return 0;
-    if (m->n_groups > 1 && m->n_out % (m->format == DN_W_FP8 ? FP8_BLOCK : DN_TILE_ROWS))
+    if (m->n_groups > 1 && m->n_out % (m->format == DN_W_FP8 ? 128 : 64))
         return 0;
     if (__builtin_mul_overflow((rows + DN_TILE_ROWS - 1) / DN_TILE_ROWS, tiles * dn_tile_bytes(m->format, m->symmetric),
                                &bytes))

@@ -1,0 +1,535 @@
+/* Matrix products of few tokens: decode steps, and projections by group (the heads of MLA).
+ *
+ * Maths: out[t][r] = sum_k w[r][k] x[t][k] (+ bias[r]), f32 sums. Weights are the M side of mma.sync.m16n8k16, tokens
+ * the N side, up to 64 a launch. Codes enter exactly as bf16; of every 32 k a product of its own, times the scale, is
+ * added to the sum (affine INT4: plus offset times the sum of the 32 activations, a product with a matrix of ones).
+ *
+ * Work: a unit is 128 rows x 128 k. The units of a matrix, k first, are cut into equal runs, one a block, two blocks an
+ * SM (stream-K). Runs depend on the matrix alone and sums run in one order whatever the number of tokens, so a row's
+ * bits do too. Blocks that end within a row tile leave partial sums in the workspace; who comes last adds them in
+ * order.
+ *
+ * Roles: warps 0..7 compute: warp w has rows 32 (w % 4).. and 64 of every 128 k, half w / 4. Warp 8, one lane, copies:
+ * per stage up to `tiles` k tiles of two row blocks (bulk, contiguous) and the activations as boxes of 64 k x N tokens
+ * (swizzled tensor map, zeros beyond both ends). The first stages' weights are asked for before the previous kernel
+ * ends.
+ *
+ * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to join the halves, barriers.
+ *
+ * Floor: bytes of the packed matrix at 4.65 TB/s; for 64 tokens mma.sync's 19.8 weights/clk/SM (INT4: 57 % of that).
+ */
+#include "kernels/cuda/matmul.cuh"
+#include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/weights.cuh"
+
+enum {
+    ROWS = 2 * DN_TILE_ROWS, /* of a unit */
+    WARPS = 8,
+    JOIN_TOKENS = 16,
+    JOIN_STRIDE = ROWS + 4, /* lanes of a fragment fall into different banks */
+    BLOCKS_PER_SM = 2,
+    MAX_TOKENS = 64,
+};
+
+struct args {
+    CUtensorMap x; /* k, group, token */
+    struct dn_weights w;
+    const float *bias;
+    void *out;
+    float *partial; /* [2 * grid][tokens][128] */
+    uint32_t *counter;
+    uint32_t token0, n_tokens;
+    uint32_t n_units, group_tiles, group_blocks, group_rows;
+    uint64_t out_stride, out_group_stride; /* in values */
+    bool out_f32, wide;                    /* wide: four values may be stored at once */
+};
+
+/* What a kernel's shared memory holds, for N tokens. */
+template <int format, bool symmetric, int N> struct plan {
+    static constexpr int tiles = format == DN_W_INT4 && N < 64 ? 2 : 1; /* k tiles a stage */
+    /* With many tokens the sums need the registers that a ninth warp would take. */
+    static constexpr bool has_copier = N < 32;
+    static constexpr int threads = 32 * (WARPS + has_copier);
+    static constexpr uint32_t tile_bytes = dn_tile_bytes(format, symmetric);
+    static constexpr uint32_t box_bytes = N * 128;
+    static constexpr uint32_t x_bytes = tiles * 2 * box_bytes;
+    static constexpr uint32_t stage_bytes = (x_bytes + tiles * 2 * tile_bytes + 1023) / 1024 * 1024;
+    static constexpr int stages = 104 * 1024 / stage_bytes < 6 ? 104 * 1024 / stage_bytes : 6;
+    static constexpr uint32_t join_bytes = JOIN_TOKENS * JOIN_STRIDE * 4;
+    static constexpr uint32_t bytes = 1024 + stages * stage_bytes + join_bytes + (2 * stages + 2) * 8;
+};
+
+/* The units of a block, one run of k tiles of a row tile after the other. */
+struct walk {
+    uint32_t unit, end, k_tiles;
+    uint32_t tile, k, n; /* now: row tile, first k tile, number of k tiles */
+};
+static __device__ __forceinline__ uint32_t run_begin(uint32_t block, uint32_t n_units, uint32_t n_blocks)
+{
+    return (uint32_t)((uint64_t)block * n_units / n_blocks);
+}
+/* Whose run a unit is in. */
+static __device__ __forceinline__ uint32_t run_of(uint32_t unit, uint32_t n_units, uint32_t n_blocks)
+{
+    return (uint32_t)((((uint64_t)unit + 1) * n_blocks - 1) / n_units);
+}
+static __device__ __forceinline__ struct walk walk_begin(const struct args &a)
+{
+    struct walk w = {run_begin(blockIdx.x, a.n_units, gridDim.x),
+                     run_begin(blockIdx.x + 1, a.n_units, gridDim.x),
+                     a.w.n_tiles,
+                     0,
+                     0,
+                     0};
+    return w;
+}
+/* The next run of k tiles within one row tile, at most `most`; false at the end. */
+static __device__ __forceinline__ bool walk_next(struct walk &w, uint32_t most)
+{
+    if (w.unit >= w.end)
+        return false;
+    w.tile = w.unit / w.k_tiles;
+    w.k = w.unit % w.k_tiles;
+    w.n = min(min(w.k_tiles - w.k, w.end - w.unit), most);
+    w.unit += w.n;
+    return true;
+}
+
+static __device__ __forceinline__ uint32_t first_block(const struct args &a, uint32_t tile) /* of 64 rows */
+{
+    return tile / a.group_tiles * a.group_blocks + tile % a.group_tiles * 2;
+}
+static __device__ __forceinline__ bool has_second_block(const struct args &a, uint32_t tile)
+{
+    return tile % a.group_tiles * 2 + 1 < a.group_blocks;
+}
+
+static __device__ __forceinline__ void join_barrier() /* the computing warps */
+{
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+}
+
+template <int format, bool symmetric, int N>
+static __device__ __forceinline__ void copy_weights(const struct args &a, const struct walk &w, uint8_t *stage,
+                                                    uint64_t *full)
+{
+    using P = plan<format, symmetric, N>;
+    bool second = has_second_block(a, w.tile);
+    uint32_t bytes = w.n * P::tile_bytes, block = first_block(a, w.tile);
+    dn_barrier_expect(full, bytes * (second ? 2 : 1) + w.n * 2 * P::box_bytes);
+    dn_bulk_once(stage + P::x_bytes, dn_tile(a.w, block, w.k), bytes, full);
+    if (second)
+        dn_bulk_once(stage + P::x_bytes + P::tiles * P::tile_bytes, dn_tile(a.w, block + 1, w.k), bytes, full);
+}
+
+/* One lane copies; weights may be ahead of activations. */
+struct copier {
+    struct walk weights, x;
+    uint32_t i, s; /* stages asked for, and the next one */
+};
+/* Weights for the first stages, before the previous kernel has ended. */
+template <int format, bool symmetric, int N>
+static __device__ __forceinline__ void copy_first(struct copier &c, const struct args &a, uint8_t *stages,
+                                                  uint64_t *full)
+{
+    using P = plan<format, symmetric, N>;
+    c.weights = c.x = walk_begin(a);
+    c.i = c.s = 0;
+    for (int s = 0; s < P::stages && walk_next(c.weights, P::tiles); s++)
+        copy_weights<format, symmetric, N>(a, c.weights, stages + s * P::stage_bytes, full + s);
+}
+/* The next stage, once the computing warps have done with it; false at the end. */
+template <int format, bool symmetric, int N>
+static __device__ __forceinline__ bool copy_next(struct copier &c, const struct args &a, uint8_t *stages,
+                                                 uint64_t *full, uint64_t *empty)
+{
+    using P = plan<format, symmetric, N>;
+    uint8_t *stage = stages + c.s * P::stage_bytes;
+    if (!walk_next(c.x, P::tiles))
+        return false;
+    if (c.i >= P::stages) {
+        dn_barrier_wait(empty + c.s, (c.i / P::stages - 1) & 1);
+        walk_next(c.weights, P::tiles);
+        copy_weights<format, symmetric, N>(a, c.weights, stage, full + c.s);
+    }
+    for (uint32_t b = 0; b < 2 * c.x.n; b++)
+        dn_bulk_box(stage + b * P::box_bytes, &a.x, c.x.k * DN_TILE_K + b * 64, c.x.tile / a.group_tiles, a.token0,
+                    full + c.s);
+    c.i++;
+    c.s = c.s + 1 == P::stages ? 0 : c.s + 1;
+    return true;
+}
+
+/* sum[strip][8 tokens] += 16 rows x 64 k of two strips times the tokens of a box. */
+template <int format, bool symmetric, int N>
+static __device__ __forceinline__ void multiply(float (&sum)[2][N / 8][4], const uint8_t *tile, uint32_t box, int strip,
+                                                int half, int lane, bool scale_is_bf16)
+{
+    struct dn_a_raw<format> raw[2];
+    uint2 scales[2], offsets[2];
+    float2 fp8[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        dn_a_load<format>(raw[j], tile, strip + j, half, lane);
+        if (format == DN_W_INT4 || format == DN_W_INT8)
+            scales[j] = dn_a_scales<format>(tile, false, strip + j, half, lane);
+        if (format == DN_W_INT4 && !symmetric)
+            offsets[j] = dn_a_scales<format>(tile, true, strip + j, half, lane);
+        if (format == DN_W_FP8)
+            fp8[j] = dn_a_fp8_scale(tile, strip + j, lane);
+    }
+#pragma unroll
+    for (int q = 0; q < 2; q++) {
+        uint32_t a[2][2][4];
+        float2 scale[2], offset[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            dn_a_fragment<format, symmetric>(raw[j], 2 * q, a[j][0]);
+            dn_a_fragment<format, symmetric>(raw[j], 2 * q + 1, a[j][1]);
+            scale[j] = format == DN_W_FP8 ? fp8[j] : dn_scale_pair(q ? scales[j].y : scales[j].x, scale_is_bf16);
+            offset[j] = dn_scale_pair(q ? offsets[j].y : offsets[j].x, scale_is_bf16);
+        }
+#pragma unroll
+        for (int n = 0; n < N / 8; n++) {
+            uint32_t b[4], row = n * 8 + lane % 8;
+            dn_ldmatrix(b, box + row * 128 + (((q * 4 + lane / 8) ^ (row % 8)) << 4));
+            float ones[4] = {0, 0, 0, 0};
+            if (format == DN_W_INT4 && !symmetric) {
+                const uint32_t one[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+                dn_mma(ones, one, b[0], b[1]);
+                dn_mma(ones, one, b[2], b[3]);
+            }
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                if (format == DN_W_BF16) {
+                    dn_mma(sum[j][n], a[j][0], b[0], b[1]);
+                    dn_mma(sum[j][n], a[j][1], b[2], b[3]);
+                    continue;
+                }
+                float c[4] = {0, 0, 0, 0};
+                dn_mma(c, a[j][0], b[0], b[1]);
+                dn_mma(c, a[j][1], b[2], b[3]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    sum[j][n][i] = fmaf(c[i], i < 2 ? scale[j].x : scale[j].y, sum[j][n][i]);
+                    if (format == DN_W_INT4 && !symmetric)
+                        sum[j][n][i] = fmaf(ones[i], i < 2 ? offset[j].x : offset[j].y, sum[j][n][i]);
+                }
+            }
+        }
+    }
+}
+
+/* Four rows of a token to `out`, with the bias. */
+static __device__ __forceinline__ void store(const struct args &a, uint32_t tile, uint32_t token, uint32_t r, float4 v)
+{
+    uint32_t group = tile / a.group_tiles, row = tile % a.group_tiles * ROWS + r;
+    if (a.token0 + token >= a.n_tokens || row >= a.group_rows)
+        return;
+    size_t at = (a.token0 + token) * a.out_stride + group * a.out_group_stride + row;
+    float x[4] = {v.x, v.y, v.z, v.w};
+    uint32_t n = min(4u, a.group_rows - row);
+    if (a.bias)
+        for (uint32_t i = 0; i < n; i++)
+            x[i] += a.bias[row + i];
+    if (a.wide && n == 4) {
+        if (a.out_f32) {
+            *(float4 *)((float *)a.out + at) = make_float4(x[0], x[1], x[2], x[3]);
+        } else {
+            __nv_bfloat162 h[2] = {__floats2bfloat162_rn(x[0], x[1]), __floats2bfloat162_rn(x[2], x[3])};
+            *(uint2 *)((__nv_bfloat16 *)a.out + at) = *(uint2 *)h;
+        }
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        if (a.out_f32)
+            ((float *)a.out)[at + i] = x[i];
+        else
+            ((__nv_bfloat16 *)a.out)[at + i] = __float2bfloat16_rn(x[i]);
+}
+
+/* Sums of a row tile of which this block has k tiles [k0, k1): joins the halves, and with other blocks' if it has not
+ * all. */
+template <int N>
+static __device__ void finish(const struct args &a, uint32_t tile, bool all, float (&sum)[2][N / 8][4], float *join,
+                              uint32_t *is_last, int warp, int lane)
+{
+    constexpr int tokens = N < JOIN_TOKENS ? N : JOIN_TOKENS;
+    const uint32_t unit0 = tile * a.w.n_tiles, thread = warp * 32 + lane;
+    const uint32_t slot = 2 * blockIdx.x + (run_begin(blockIdx.x, a.n_units, gridDim.x) / a.w.n_tiles != tile);
+    float4 *mine = (float4 *)a.partial + (size_t)slot * N * (ROWS / 4);
+    for (int t0 = 0; t0 < N; t0 += tokens) {
+        for (int half = 1; half >= 0; half--) {
+            if (warp / 4 == half)
+#pragma unroll
+                for (int n = 0; n < N / 8; n++)
+                    if (n * 8 >= t0 && n * 8 < t0 + tokens)
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            float *at = join + (n * 8 - t0 + lane % 4 * 2 + i % 2) * JOIN_STRIDE + warp % 4 * 32 +
+                                        i / 2 * 8 + lane / 4;
+                            float v = sum[i / 4][n][i % 4];
+                            *at = half ? v : v + *at;
+                        }
+            join_barrier();
+        }
+        for (uint32_t i = thread; i < tokens * (ROWS / 4); i += 32 * WARPS) {
+            float4 v = *(const float4 *)(join + i / (ROWS / 4) * JOIN_STRIDE + i % (ROWS / 4) * 4);
+            if (all)
+                store(a, tile, t0 + i / (ROWS / 4), i % (ROWS / 4) * 4, v);
+            else
+                __stcg(mine + t0 * (ROWS / 4) + i, v);
+        }
+        join_barrier();
+    }
+    if (all)
+        return;
+    uint32_t first = run_of(unit0, a.n_units, gridDim.x), last = run_of(unit0 + a.w.n_tiles - 1, a.n_units, gridDim.x);
+    __threadfence();
+    join_barrier();
+    if (thread == 0)
+        *is_last = atomicAdd(a.counter + tile, 1) == last - first;
+    join_barrier();
+    if (!*is_last)
+        return;
+    __threadfence();
+    if (thread == 0)
+        a.counter[tile] = 0;
+    /* Only the first block may have the tile as its second or later one. */
+    uint32_t second = run_begin(first, a.n_units, gridDim.x) / a.w.n_tiles != tile;
+    for (uint32_t i = thread; i < N * (ROWS / 4); i += 32 * WARPS) {
+        const float4 *p = (const float4 *)a.partial + i;
+        float4 v = __ldcg(p + (size_t)(2 * first + second) * N * (ROWS / 4));
+#pragma unroll 4
+        for (uint32_t b = first + 1; b <= last; b++) {
+            float4 o = __ldcg(p + (size_t)(2 * b) * N * (ROWS / 4));
+            v.x += o.x, v.y += o.y, v.z += o.z, v.w += o.w;
+        }
+        store(a, tile, i / (ROWS / 4), i % (ROWS / 4) * 4, v);
+    }
+}
+
+template <int format, bool symmetric, int N>
+static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BLOCKS_PER_SM)
+    few(const __grid_constant__ struct args a)
+{
+#if __CUDA_ARCH__ >= 900
+    using P = plan<format, symmetric, N>;
+    extern __shared__ uint8_t raw_shared[];
+    uint8_t *stages = raw_shared + (1024 - dn_shared(raw_shared) % 1024) % 1024;
+    float *join = (float *)(stages + P::stages * P::stage_bytes);
+    uint64_t *full = (uint64_t *)((uint8_t *)join + P::join_bytes), *empty = full + P::stages;
+    uint32_t *is_last = (uint32_t *)(empty + P::stages);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool copies = threadIdx.x == (P::has_copier ? 32 * WARPS : 0);
+    struct copier copier;
+    if (copies) {
+        for (int s = 0; s < P::stages; s++) {
+            dn_barrier_init(full + s, 1);
+            dn_barrier_init(empty + s, WARPS);
+        }
+        dn_barrier_init_fence();
+        copy_first<format, symmetric, N>(copier, a, stages, full);
+    }
+    __syncthreads();
+    dn_start_next();
+    dn_wait_previous();
+    if (P::has_copier && warp == WARPS) {
+        while (copies && copy_next<format, symmetric, N>(copier, a, stages, full, empty))
+            ;
+        return;
+    }
+    if (!P::has_copier && copies)
+        for (int s = 0; s < P::stages; s++)
+            copy_next<format, symmetric, N>(copier, a, stages, full, empty);
+    __syncwarp();
+    const int pair = warp % 4, half = warp / 4;
+    struct walk w = walk_begin(a);
+    uint32_t i = 0, s = 0;
+    float sum[2][N / 8][4] = {};
+    bool whole = false;
+    while (walk_next(w, P::tiles)) {
+        if (!P::has_copier && copies && i > 0)
+            copy_next<format, symmetric, N>(copier, a, stages, full, empty); /* into the stage of the last turn */
+        __syncwarp();
+        if (w.k == 0)
+            whole = true;
+        dn_barrier_wait(full + s, (i / P::stages) & 1);
+        const uint8_t *stage = stages + s * P::stage_bytes;
+        if (pair < 2 || has_second_block(a, w.tile)) {
+            const uint8_t *tile = stage + P::x_bytes + pair / 2 * (P::tiles * P::tile_bytes);
+            uint32_t box = dn_shared(stage) + half * P::box_bytes;
+            for (uint32_t t = 0; t < w.n; t++, tile += P::tile_bytes, box += 2 * P::box_bytes)
+                multiply<format, symmetric, N>(sum, tile, box, pair % 2 * 2, half, lane, a.w.scale_is_bf16);
+        }
+        __syncwarp();
+        if (lane == 0)
+            dn_barrier_arrive(empty + s);
+        if (w.k + w.n == w.k_tiles || w.unit == w.end) {
+            finish<N>(a, w.tile, whole && w.k + w.n == w.k_tiles, sum, join, is_last, warp, lane);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                sum[n / 4 % 2][n / 8][n % 4] = 0;
+            whole = false;
+        }
+        i++;
+        s = s + 1 == P::stages ? 0 : s + 1;
+    }
+#endif
+}
+
+/* For GPUs that lack bulk copies or their shared memory: a warp an output. */
+static __global__ void __launch_bounds__(256) plain(struct dn_weights w, const __nv_bfloat16 *x, uint64_t x_stride,
+                                                    uint64_t x_group_stride, struct dn_cuda_few_out o)
+{
+    dn_wait_previous();
+    dn_start_next();
+    uint32_t row = blockIdx.x * 8 + threadIdx.x / 32, token = blockIdx.y, lane = threadIdx.x % 32;
+    if (row >= w.n_rows)
+        return;
+    uint32_t group = row / o.group_rows, r = row % o.group_rows;
+    float sum = 0;
+    for (uint32_t k = lane; k < w.n_in; k += 32)
+        sum = fmaf(dn_weight(w, row, k), __bfloat162float(x[token * x_stride + group * x_group_stride + k]), sum);
+    for (int i = 16; i; i /= 2)
+        sum += __shfl_xor_sync(~0u, sum, i);
+    if (lane)
+        return;
+    sum += o.bias ? o.bias[r] : 0;
+    size_t at = token * o.stride + group * o.group_stride + r;
+    if (o.f32)
+        ((float *)o.data)[at] = sum;
+    else
+        ((__nv_bfloat16 *)o.data)[at] = __float2bfloat16_rn(sum);
+}
+
+/* ---- Launching ---- */
+
+typedef CUresult (*encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* The driver's function by name: the library is not linked with the driver. */
+static encode_fn encoder()
+{
+    static encode_fn fn;
+    void *p = NULL;
+    cudaDriverEntryPointQueryResult result;
+    if (!fn &&
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000, cudaEnableDefault, &result) ==
+            cudaSuccess &&
+        result == cudaDriverEntryPointSuccess)
+        fn = (encode_fn)p;
+    return fn;
+}
+
+static cudaError_t encode_x(CUtensorMap *map, const struct dn_cuda_few *f, uint32_t n, uint32_t box_tokens)
+{
+    encode_fn encode = encoder();
+    const cuuint64_t dim[3] = {f->w->n_in, dn_weights_groups(f->w), n};
+    const cuuint64_t stride[2] = {(f->x_group_stride ? f->x_group_stride : f->x_stride) * 2, f->x_stride * 2};
+    const cuuint32_t box[3] = {64, 1, box_tokens}, one[3] = {1, 1, 1};
+    if (!encode)
+        return cudaErrorNotSupported;
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)f->x, dim, stride, box, one,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+               ? cudaSuccess
+               : cudaErrorInvalidValue;
+}
+
+template <int format, bool symmetric, int N> static bool launch(struct dn_cuda *c, uint32_t grid, const struct args &a)
+{
+    using P = plan<format, symmetric, N>;
+    dn_launch(c, "matmul", few<format, symmetric, N>, dim3(grid), dim3(P::threads), P::bytes, a);
+    return true;
+}
+template <int format, bool symmetric>
+static bool launch_for(struct dn_cuda *c, uint32_t n, uint32_t grid, const struct args &a)
+{
+    return n == 8    ? launch<format, symmetric, 8>(c, grid, a)
+           : n == 16 ? launch<format, symmetric, 16>(c, grid, a)
+           : n == 32 ? launch<format, symmetric, 32>(c, grid, a)
+                     : launch<format, symmetric, 64>(c, grid, a);
+}
+
+/* Tokens [token0, token0 + box) of n. */
+static void launch_box(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t n, uint32_t token0, uint32_t box)
+{
+    struct args a = {};
+    uint32_t groups = dn_weights_groups(f->w);
+    a.w = dn_weights_of(f->w);
+    a.group_rows = f->w->n_out;
+    a.group_blocks = (f->w->n_out + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
+    a.group_tiles = (a.group_blocks + 1) / 2;
+    a.n_units = groups * a.group_tiles * a.w.n_tiles;
+    DN_BUG_ON(groups * a.group_tiles > DN_CUDA_COUNTERS);
+    uint32_t grid = BLOCKS_PER_SM * c->n_sms;
+    grid = grid < a.n_units ? grid : a.n_units;
+    a.partial = (float *)dn_cuda_workspace(c, (size_t)2 * grid * box * ROWS * sizeof(float));
+    if (c->measuring)
+        return;
+    cudaError_t e = encode_x(&a.x, f, n, box);
+    if (e != cudaSuccess) {
+        dn_cuda_failed(c, e, "matmul");
+        return;
+    }
+    a.bias = f->out.bias;
+    a.out = f->out.data;
+    a.out_f32 = f->out.f32;
+    a.out_stride = f->out.stride;
+    a.out_group_stride = f->out.group_stride;
+    a.wide = f->out.stride % 4 == 0 && f->out.group_stride % 4 == 0 && (uintptr_t)f->out.data % 16 == 0;
+    a.counter = c->counters;
+    a.token0 = token0;
+    a.n_tokens = n;
+    switch (f->w->format) {
+    case DN_W_BF16:
+        launch_for<DN_W_BF16, true>(c, box, grid, a);
+        break;
+    case DN_W_FP8:
+        launch_for<DN_W_FP8, true>(c, box, grid, a);
+        break;
+    case DN_W_INT8:
+        launch_for<DN_W_INT8, true>(c, box, grid, a);
+        break;
+    default:
+        f->w->symmetric ? launch_for<DN_W_INT4, true>(c, box, grid, a) : launch_for<DN_W_INT4, false>(c, box, grid, a);
+    }
+}
+
+void dn_cuda_few(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t n)
+{
+    if (!n)
+        return;
+    if (c->arch < 90 || c->shared_bytes < 112 * 1024) {
+        struct dn_weights w = dn_weights_of(f->w);
+        dn_launch(c, "matmul", plain, dim3((w.n_rows + 7) / 8, n), dim3(256), 0, w, (const __nv_bfloat16 *)f->x,
+                  f->x_stride, f->x_group_stride, f->out);
+        return;
+    }
+    DN_BUG_ON(f->x_stride % 8 || f->x_group_stride % 8);
+    for (uint32_t token0 = 0; token0 < n; token0 += MAX_TOKENS) {
+        uint32_t left = n - token0;
+        launch_box(c, f, n, token0, left <= 8 ? 8 : left <= 16 ? 16 : left <= 32 ? 32 : 64);
+    }
+}
+
+void dn_cuda_matmul(struct dn_device *d, const struct dn_matmul *p)
+{
+    struct dn_cuda *c = dn_cuda(d);
+    struct dn_cuda_few f = {p->w, p->a, p->w->n_in, 0, {p->out, p->bias, p->w->n_out, p->w->n_out, 0, p->out_f32}};
+    DN_BUG_ON(p->w->n_groups > 1);
+    dn_cuda_few(c, &f, p->rows_only ? c->n_rows : c->n_tokens);
+}
+
+void dn_cuda_group_matmul(struct dn_device *d, const struct dn_group_matmul *p)
+{
+    struct dn_cuda *c = dn_cuda(d);
+    struct dn_cuda_few f = {p->w,
+                            p->a,
+                            p->a_stride,
+                            p->a_group_stride,
+                            {p->out, NULL, p->w->n_out, p->out_stride, p->out_group_stride, false}};
+    dn_cuda_few(c, &f, c->n_tokens);
+}

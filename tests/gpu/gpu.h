@@ -204,7 +204,7 @@ static UNUSED void gpu_expect(const char *what, const float *got, const double *
     size_t wrong = 0;
     double worst = 0;
     for (size_t i = 0; i < n; i++) {
-        bool ok = isnan(want[i]) ? isnan(got[i]) : fabs(got[i] - want[i]) <= tolerance[i];
+        bool ok = isnan(want[i]) ? isnan(got[i]) : got[i] == want[i] || fabs(got[i] - want[i]) <= tolerance[i];
         if (!isnan(want[i]) && tolerance[i] > 0 && fabs(got[i] - want[i]) / tolerance[i] > worst)
             worst = fabs(got[i] - want[i]) / tolerance[i];
         if (!ok && wrong++ < 8)

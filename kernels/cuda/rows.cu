@@ -125,10 +125,11 @@ static __device__ void rows_of(const struct dn_cuda_step &s, int32_t t, int *fir
 template <int CHUNKS>
 static __global__ void __launch_bounds__(MAX_THREADS) norm(struct dn_cuda_step s, struct norm_args p)
 {
+    constexpr bool AHEAD = CHUNKS <= 2; /* more do not fit the registers of 1,024 threads */
     uint32_t t = blockIdx.x;
-    float w[CHUNKS][WIDTH], v[CHUNKS][WIDTH];
+    float w[AHEAD ? CHUNKS : 1][WIDTH], v[CHUNKS][WIDTH];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
+    for (int i = 0; AHEAD && i < CHUNKS; i++) {
         uint32_t k = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (k < p.dim)
             load8(p.weight + k, w[i]);
@@ -174,8 +175,10 @@ static __global__ void __launch_bounds__(MAX_THREADS) norm(struct dn_cuda_step s
         uint32_t k = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (k >= p.dim)
             continue;
+        if (!AHEAD)
+            load8(p.weight + k, w[0]);
         for (int j = 0; j < WIDTH; j++)
-            v[i][j] = v[i][j] * scale * w[i][j];
+            v[i][j] = v[i][j] * scale * w[AHEAD ? i : 0][j];
         uint4 packed = pack8(v[i]);
         for (int r = first; r <= last; r++)
             if (!p.rows_only || s.row_token[r] == (int32_t)t)

@@ -83,4 +83,5 @@ def main():
         print(key, logits.std().item(), logits[0, :4].tolist(), sorted(n for n, _ in model.named_parameters())[:3])
 
 
-main()
+if __name__ == "__main__":
+    main()

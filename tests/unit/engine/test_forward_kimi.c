@@ -1,0 +1,171 @@
+#include "unit/engine/engine_fixture.h"
+#include "unit/engine/kimi_tiny.h"
+
+/* Tiny models of the family in every form that its checkpoints have, against transformers. The reference rounds what
+ * the cache keeps to bf16, as ours does: the rest is the order of sums. */
+enum { N_LOGITS = TINY_TOKENS * KIMI_VOCAB };
+static int32_t ID[TINY_TOKENS];
+static float REFERENCE[N_LOGITS], LOGITS[N_LOGITS], EXPERTS[TINY_TOKENS * DN_MAX_TOP_EXPERTS];
+
+static void open_kind(struct fixture *f, int kind, int format, unsigned n_threads)
+{
+    const char *folder = kimi_checkpoint(&KIMI_KIND[kind], (struct kimi_fault){0});
+    fixture_open(f, folder, format, n_threads, 64);
+    tiny_remove(folder);
+    kimi_reference(&KIMI_KIND[kind], REFERENCE, EXPERTS);
+    for (int i = 0; i < TINY_TOKENS; i++)
+        ID[i] = tiny_id(i);
+}
+
+static double largest_error(const float *is, const float *want, size_t n, double *mean)
+{
+    double max = 0, sum = 0;
+    for (size_t i = 0; i < n; i++) {
+        double d = fabs((double)is[i] - (double)want[i]);
+        cr_assert(isfinite(is[i]));
+        max = d > max ? d : max;
+        sum += d;
+    }
+    *mean = sum / (double)n;
+    return max;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    return *(const int32_t *)a - *(const int32_t *)b;
+}
+
+/* The experts of a token of the last step are those of the reference, as a set. */
+static void check_experts(struct fixture *f, uint32_t t, uint32_t position)
+{
+    uint32_t k = f->model->hyper.top_experts;
+    int32_t is[DN_MAX_TOP_EXPERTS];
+    f->device->ops->download(f->device, is, f->runner->expert + (size_t)t * k, k * sizeof *is);
+    qsort(is, k, sizeof *is, by_value);
+    for (uint32_t i = 0; i < k; i++)
+        cr_expect_eq(is[i], (int32_t)EXPERTS[position * k + i], "position %u, expert %u", position, i);
+}
+
+/* Prefill up to `decode_from`, then a token a step, absorbed. */
+static void run_text(struct fixture *f, enum dn_kv_format kv, uint32_t decode_from, bool experts)
+{
+    static struct sequence q;
+    q = (struct sequence){.format = kv};
+    f->next_slab = 0;
+    for (uint32_t at = 0; at < TINY_TOKENS;) {
+        uint32_t n = at < decode_from ? decode_from : 1;
+        step_clear(f);
+        dn_runner_arrays(f->runner)->kind = at < decode_from ? DN_STEP_PREFILL : DN_STEP_DECODE;
+        step_add(f, &q, ID + at, n, ROWS_ALL);
+        step_run(f);
+        dn_runner_logits(f->runner, 0, n, LOGITS + (size_t)at * KIMI_VOCAB);
+        for (uint32_t t = 0; t < n && experts; t++)
+            check_experts(f, t, at + t);
+        at += n;
+    }
+}
+
+static void compare_kind(int kind)
+{
+    struct fixture f;
+    const struct kimi_kind *d = &KIMI_KIND[kind];
+    open_kind(&f, kind, DN_WEIGHTS_AUTO, 2);
+    for (int absorbed = 0; absorbed < 2; absorbed++) {
+        double mean;
+        run_text(&f, DN_KV_BF16, absorbed ? 0 : TINY_TOKENS, true);
+        double max = largest_error(LOGITS, REFERENCE, N_LOGITS, &mean);
+        printf("%-14s %-8s: mean logit error %.6f, max %.5f\n", d->name, absorbed ? "absorbed" : "expanded", mean, max);
+        /* A latent whose value lies between two of bf16 falls to either side: 1e-3 of an error. */
+        cr_expect_lt(mean, 1e-3, "%s", d->name);
+        cr_expect_lt(max, 0.012, "%s", d->name);
+    }
+    fixture_close(&f);
+}
+
+Test(forward_kimi, bf16_checkpoints)
+{
+    compare_kind(0);
+    compare_kind(3);
+}
+
+Test(forward_kimi, fp8_checkpoints)
+{
+    compare_kind(1);
+}
+
+Test(forward_kimi, int4_checkpoints)
+{
+    compare_kind(2);
+    compare_kind(4);
+}
+
+Test(forward_kimi, a_thousand_experts)
+{
+    compare_kind(5);
+}
+
+/* ---- What a result may not depend on ----------------------------------------------------------------------------- */
+
+/* Absorbed steps of several sequences at once, in both formats of the cache, are bit for bit those of one alone; so are
+ * prefills, however they are chunked and on however many threads. */
+Test(forward_kimi, batch_chunks_and_threads_change_nothing)
+{
+    enum { N = 3 };
+    static float alone[2][N_LOGITS], row[KIMI_VOCAB];
+    struct sequence q[N];
+    struct fixture f, g;
+    open_kind(&f, 0, DN_WEIGHTS_AUTO, 1);
+    open_kind(&g, 0, DN_WEIGHTS_AUTO, 2);
+    for (int kv = 0; kv < DN_KV_FORMATS; kv++) {
+        run_text(&f, (enum dn_kv_format)kv, 0, false);
+        memcpy(alone[kv], LOGITS, sizeof LOGITS);
+        run_text(&g, (enum dn_kv_format)kv, 0, false);
+        cr_expect_arr_eq(LOGITS, alone[kv], sizeof LOGITS, "two threads");
+    }
+    g.next_slab = 0;
+    for (int i = 0; i < N; i++)
+        q[i] = (struct sequence){.format = (enum dn_kv_format)(i % 2)};
+    for (uint32_t t = 0; t < TINY_TOKENS; t++) {
+        step_clear(&g);
+        dn_runner_arrays(g.runner)->kind = DN_STEP_DECODE;
+        for (int i = 0; i < N; i++)
+            step_add(&g, &q[i], ID + t, 1, ROWS_LAST);
+        step_run(&g);
+        for (uint32_t i = 0; i < N; i++) {
+            dn_runner_logits(g.runner, i, 1, row);
+            cr_expect_arr_eq(row, alone[i % 2] + (size_t)t * KIMI_VOCAB, sizeof row, "token %u of sequence %u", t, i);
+        }
+    }
+    run_text(&f, DN_KV_BF16, TINY_TOKENS, false);
+    memcpy(alone[0], LOGITS, sizeof LOGITS);
+    for (uint32_t chunk = 1; chunk < TINY_TOKENS; chunk += 6) {
+        q[0] = (struct sequence){.format = DN_KV_BF16};
+        g.next_slab = 0;
+        run_tokens(&g, &q[0], ID, TINY_TOKENS, chunk, LOGITS);
+        cr_expect_arr_eq(LOGITS, alone[0], sizeof LOGITS, "chunks of %u", chunk);
+    }
+    fixture_close(&f);
+    fixture_close(&g);
+}
+
+/* The formats that weights can be asked for, on a checkpoint of each kind: errors of their rounding, and what is noted.
+ */
+Test(forward_kimi, weights_in_every_format)
+{
+    static const double bound[DN_W_FORMATS] = {[DN_W_BF16] = 0.2, [DN_W_FP8] = 1, [DN_W_INT8] = 0.5, [DN_W_INT4] = 2};
+    for (int kind = 0; kind < 4; kind++) {
+        for (int format = 0; format < DN_W_FORMATS; format++) {
+            struct fixture f;
+            double mean[2];
+            open_kind(&f, kind, format, 2);
+            for (int kv = 0; kv < DN_KV_FORMATS; kv++) {
+                run_text(&f, (enum dn_kv_format)kv, TINY_TOKENS, false);
+                largest_error(LOGITS, REFERENCE, N_LOGITS, &mean[kv]);
+            }
+            printf("%-10s weights %-4s: mean logit error %.5f, with fp8 KV %.5f\n", KIMI_KIND[kind].name,
+                   dn_weight_format_name((enum dn_weight_format)format), mean[0], mean[1]);
+            cr_expect_lt(mean[0], bound[format], "%s", KIMI_KIND[kind].name);
+            fixture_close(&f);
+        }
+    }
+}

@@ -4,17 +4,18 @@
  * the N side, up to 64 a launch. Codes enter exactly as bf16; of every 32 k a product of its own, times the scale, is
  * added to the sum (affine INT4: plus offset times the sum of the 32 activations, a product with a matrix of ones).
  *
- * Work: a unit is 128 rows x 128 k. The units of a matrix, k first, are cut into equal runs, one a block, two blocks an
- * SM (stream-K). Runs depend on the matrix alone and sums run in one order whatever the number of tokens, so a row's
- * bits do too. Blocks that end within a row tile leave partial sums in the workspace; who comes last adds them in
- * order.
+ * Work: a row tile is 128 rows. K is cut into 1, 2, 4 or 8 runs, one a block of a cluster, so that some 130 to 260
+ * blocks read at once, two an SM; the blocks add their sums through distributed shared memory in the order of the runs.
+ * The cut depends on the matrix alone and sums run in one order whatever the number of tokens, so a row's bits do too.
+ * Without a cut a block takes several row tiles.
  *
- * Roles: warps 0..7 compute: warp w has rows 32 (w % 4).. and 64 of every 128 k, half w / 4. Warp 8, one lane, copies:
- * per stage up to `tiles` k tiles of two row blocks (bulk, contiguous) and the activations as boxes of 64 k x N tokens
- * (swizzled tensor map, zeros beyond both ends). The first stages' weights are asked for before the previous kernel
- * ends.
+ * Roles: warps 0..7 compute: warp w has rows 32 (w % 4).. and 64 of every 128 k, half w / 4. One lane of warp 8 (of
+ * warp 0 if there are 32 tokens or more) copies: per stage up to `tiles` k tiles of two row blocks (bulk, contiguous)
+ * and the activations as boxes of 64 k x N tokens (swizzled tensor map, zeros beyond both ends). The first stages'
+ * weights are asked for before the previous kernel ends.
  *
  * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to join the halves, barriers.
+ * In a cluster the stages become [tokens][132] f32 at the end.
  *
  * Floor: bytes of the packed matrix at 4.65 TB/s; for 64 tokens mma.sync's 19.8 weights/clk/SM (INT4: 57 % of that).
  */
@@ -32,14 +33,13 @@ enum {
 };
 
 struct args {
-    CUtensorMap x; /* k, group, token */
+    CUtensorMap x; /* k, token, group */
     struct dn_weights w;
     const float *bias;
     void *out;
-    float *partial; /* [2 * grid][tokens][128] */
-    uint32_t *counter;
     uint32_t token0, n_tokens;
-    uint32_t n_units, group_tiles, group_blocks, group_rows;
+    uint32_t n_tiles, n_runs; /* row tiles of all groups; blocks a cluster */
+    uint32_t group_tiles, group_blocks, group_rows;
     uint64_t out_stride, out_group_stride; /* in values */
     bool out_f32, wide;                    /* wide: four values may be stored at once */
 };
@@ -55,43 +55,35 @@ template <int format, bool symmetric, int N> struct plan {
     static constexpr uint32_t x_bytes = tiles * 2 * box_bytes;
     static constexpr uint32_t stage_bytes = (x_bytes + tiles * 2 * tile_bytes + 1023) / 1024 * 1024;
     static constexpr int stages = 104 * 1024 / stage_bytes < 6 ? 104 * 1024 / stage_bytes : 6;
-    static constexpr uint32_t join_bytes = JOIN_TOKENS * JOIN_STRIDE * 4;
-    static constexpr uint32_t bytes = 1024 + stages * stage_bytes + join_bytes + (2 * stages + 2) * 8;
+    static constexpr uint32_t join_bytes = (N < JOIN_TOKENS ? N : JOIN_TOKENS) * JOIN_STRIDE * 4;
+    static constexpr uint32_t bytes = 1024 + stages * stage_bytes + join_bytes + 2 * stages * 8;
 };
 
-/* The units of a block, one run of k tiles of a row tile after the other. */
+/* The k tiles of a block, row tile after row tile. */
 struct walk {
-    uint32_t unit, end, k_tiles;
-    uint32_t tile, k, n; /* now: row tile, first k tile, number of k tiles */
+    uint32_t begin, end; /* its run of k tiles */
+    uint32_t tile, next; /* row tile, and the k tile to go on with */
+    uint32_t k, n;       /* now: first k tile, number of them */
 };
-static __device__ __forceinline__ uint32_t run_begin(uint32_t block, uint32_t n_units, uint32_t n_blocks)
-{
-    return (uint32_t)((uint64_t)block * n_units / n_blocks);
-}
-/* Whose run a unit is in. */
-static __device__ __forceinline__ uint32_t run_of(uint32_t unit, uint32_t n_units, uint32_t n_blocks)
-{
-    return (uint32_t)((((uint64_t)unit + 1) * n_blocks - 1) / n_units);
-}
 static __device__ __forceinline__ struct walk walk_begin(const struct args &a)
 {
-    struct walk w = {run_begin(blockIdx.x, a.n_units, gridDim.x),
-                     run_begin(blockIdx.x + 1, a.n_units, gridDim.x),
-                     a.w.n_tiles,
-                     0,
-                     0,
-                     0};
+    uint32_t run = blockIdx.x % a.n_runs, begin = run * a.w.n_tiles / a.n_runs,
+             end = (run + 1) * a.w.n_tiles / a.n_runs;
+    struct walk w = {begin, end, blockIdx.x / a.n_runs, begin, 0, 0};
     return w;
 }
-/* The next run of k tiles within one row tile, at most `most`; false at the end. */
-static __device__ __forceinline__ bool walk_next(struct walk &w, uint32_t most)
+/* The next k tiles of one row tile, at most `most`; false at the end. */
+static __device__ __forceinline__ bool walk_next(struct walk &w, const struct args &a, uint32_t most)
 {
-    if (w.unit >= w.end)
+    if (w.next == w.end) {
+        w.tile += gridDim.x / a.n_runs;
+        w.next = w.begin;
+    }
+    if (w.tile >= a.n_tiles)
         return false;
-    w.tile = w.unit / w.k_tiles;
-    w.k = w.unit % w.k_tiles;
-    w.n = min(min(w.k_tiles - w.k, w.end - w.unit), most);
-    w.unit += w.n;
+    w.k = w.next;
+    w.n = min(w.end - w.next, most);
+    w.next += w.n;
     return true;
 }
 
@@ -135,7 +127,7 @@ static __device__ __forceinline__ void copy_first(struct copier &c, const struct
     using P = plan<format, symmetric, N>;
     c.weights = c.x = walk_begin(a);
     c.i = c.s = 0;
-    for (int s = 0; s < P::stages && walk_next(c.weights, P::tiles); s++)
+    for (int s = 0; s < P::stages && walk_next(c.weights, a, P::tiles); s++)
         copy_weights<format, symmetric, N>(a, c.weights, stages + s * P::stage_bytes, full + s);
 }
 /* The next stage, once the computing warps have done with it; false at the end. */
@@ -145,15 +137,15 @@ static __device__ __forceinline__ bool copy_next(struct copier &c, const struct 
 {
     using P = plan<format, symmetric, N>;
     uint8_t *stage = stages + c.s * P::stage_bytes;
-    if (!walk_next(c.x, P::tiles))
+    if (!walk_next(c.x, a, P::tiles))
         return false;
     if (c.i >= P::stages) {
         dn_barrier_wait(empty + c.s, (c.i / P::stages - 1) & 1);
-        walk_next(c.weights, P::tiles);
+        walk_next(c.weights, a, P::tiles);
         copy_weights<format, symmetric, N>(a, c.weights, stage, full + c.s);
     }
     for (uint32_t b = 0; b < 2 * c.x.n; b++)
-        dn_bulk_box(stage + b * P::box_bytes, &a.x, c.x.k * DN_TILE_K + b * 64, c.x.tile / a.group_tiles, a.token0,
+        dn_bulk_box(stage + b * P::box_bytes, &a.x, c.x.k * DN_TILE_K + b * 64, a.token0, c.x.tile / a.group_tiles,
                     full + c.s);
     c.i++;
     c.s = c.s + 1 == P::stages ? 0 : c.s + 1;
@@ -248,65 +240,85 @@ static __device__ __forceinline__ void store(const struct args &a, uint32_t tile
             ((__nv_bfloat16 *)a.out)[at + i] = __float2bfloat16_rn(x[i]);
 }
 
-/* Sums of a row tile of which this block has k tiles [k0, k1): joins the halves, and with other blocks' if it has not
- * all. */
+/* Joins the halves' sums of tokens [t0, t0 + tokens) into join[token][row]. */
+template <int N, int tokens>
+static __device__ __forceinline__ void join_halves(float (&sum)[2][N / 8][4], int t0, float *join, int warp, int lane)
+{
+    for (int half = 1; half >= 0; half--) {
+        if (warp / 4 == half)
+#pragma unroll
+            for (int n = 0; n < N / 8; n++)
+                if (n * 8 >= t0 && n * 8 < t0 + tokens)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        float *at = join + (n * 8 - t0 + lane % 4 * 2 + i % 2) * JOIN_STRIDE + warp % 4 * 32 +
+                                    i / 2 * 8 + lane / 4;
+                        *at = half ? sum[i / 4][n][i % 4] : sum[i / 4][n][i % 4] + *at;
+                    }
+        join_barrier();
+    }
+}
+
+/* A block that has all of K. */
 template <int N>
-static __device__ void finish(const struct args &a, uint32_t tile, bool all, float (&sum)[2][N / 8][4], float *join,
-                              uint32_t *is_last, int warp, int lane)
+static __device__ void finish_alone(const struct args &a, uint32_t tile, float (&sum)[2][N / 8][4], float *join,
+                                    int warp, int lane)
 {
     constexpr int tokens = N < JOIN_TOKENS ? N : JOIN_TOKENS;
-    const uint32_t unit0 = tile * a.w.n_tiles, thread = warp * 32 + lane;
-    const uint32_t slot = 2 * blockIdx.x + (run_begin(blockIdx.x, a.n_units, gridDim.x) / a.w.n_tiles != tile);
-    float4 *mine = (float4 *)a.partial + (size_t)slot * N * (ROWS / 4);
     for (int t0 = 0; t0 < N; t0 += tokens) {
-        for (int half = 1; half >= 0; half--) {
-            if (warp / 4 == half)
-#pragma unroll
-                for (int n = 0; n < N / 8; n++)
-                    if (n * 8 >= t0 && n * 8 < t0 + tokens)
-#pragma unroll
-                        for (int i = 0; i < 8; i++) {
-                            float *at = join + (n * 8 - t0 + lane % 4 * 2 + i % 2) * JOIN_STRIDE + warp % 4 * 32 +
-                                        i / 2 * 8 + lane / 4;
-                            float v = sum[i / 4][n][i % 4];
-                            *at = half ? v : v + *at;
-                        }
-            join_barrier();
-        }
-        for (uint32_t i = thread; i < tokens * (ROWS / 4); i += 32 * WARPS) {
-            float4 v = *(const float4 *)(join + i / (ROWS / 4) * JOIN_STRIDE + i % (ROWS / 4) * 4);
-            if (all)
-                store(a, tile, t0 + i / (ROWS / 4), i % (ROWS / 4) * 4, v);
-            else
-                __stcg(mine + t0 * (ROWS / 4) + i, v);
+        join_halves<N, tokens>(sum, t0, join, warp, lane);
+        for (uint32_t i = warp * 32 + lane; i < tokens * (ROWS / 4); i += 32 * WARPS) {
+            uint32_t token = i / (ROWS / 4), r = i % (ROWS / 4) * 4;
+            store(a, tile, t0 + token, r, *(const float4 *)(join + token * JOIN_STRIDE + r));
         }
         join_barrier();
     }
-    if (all)
-        return;
-    uint32_t first = run_of(unit0, a.n_units, gridDim.x), last = run_of(unit0 + a.w.n_tiles - 1, a.n_units, gridDim.x);
-    __threadfence();
-    join_barrier();
-    if (thread == 0)
-        *is_last = atomicAdd(a.counter + tile, 1) == last - first;
-    join_barrier();
-    if (!*is_last)
-        return;
-    __threadfence();
-    if (thread == 0)
-        a.counter[tile] = 0;
-    /* Only the first block may have the tile as its second or later one. */
-    uint32_t second = run_begin(first, a.n_units, gridDim.x) / a.w.n_tiles != tile;
-    for (uint32_t i = thread; i < N * (ROWS / 4); i += 32 * WARPS) {
-        const float4 *p = (const float4 *)a.partial + i;
-        float4 v = __ldcg(p + (size_t)(2 * first + second) * N * (ROWS / 4));
+}
+
+/* Of all threads of all blocks of the cluster; releases and acquires. */
+static __device__ __forceinline__ void cluster_barrier()
+{
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+/* From another block of the cluster: this block's address there. */
+static __device__ __forceinline__ float4 load_from(uint32_t rank, const float *p)
+{
+    float4 v = {};
+#if __CUDA_ARCH__ >= 900
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(dn_shared(p)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(there)
+                 : "memory");
+#endif
+    return v;
+}
+
+/* A block of a cluster: each sums its share of the outputs over all. `join` has room for all tokens. */
+template <int N>
+static __device__ void finish_cluster(const struct args &a, uint32_t tile, float (&sum)[2][N / 8][4], float *join,
+                                      int warp, int lane)
+{
+    join_barrier(); /* nobody reads the stages any more */
+    join_halves<N, N>(sum, 0, join, warp, lane);
+    cluster_barrier();
+    const uint32_t share = N * (ROWS / 4) / a.n_runs, first = blockIdx.x % a.n_runs * share;
+    for (uint32_t i = first + warp * 32 + lane; i < first + share; i += 32 * WARPS) {
+        const uint32_t token = i / (ROWS / 4), r = i % (ROWS / 4) * 4;
+        const float *at = join + token * JOIN_STRIDE + r;
+        float4 v = load_from(0, at);
 #pragma unroll 4
-        for (uint32_t b = first + 1; b <= last; b++) {
-            float4 o = __ldcg(p + (size_t)(2 * b) * N * (ROWS / 4));
+        for (uint32_t run = 1; run < a.n_runs; run++) {
+            float4 o = load_from(run, at);
             v.x += o.x, v.y += o.y, v.z += o.z, v.w += o.w;
         }
-        store(a, tile, i / (ROWS / 4), i % (ROWS / 4) * 4, v);
+        store(a, tile, token, r, v);
     }
+    cluster_barrier(); /* this block's sums are read until here */
 }
 
 template <int format, bool symmetric, int N>
@@ -319,7 +331,6 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
     uint8_t *stages = raw_shared + (1024 - dn_shared(raw_shared) % 1024) % 1024;
     float *join = (float *)(stages + P::stages * P::stage_bytes);
     uint64_t *full = (uint64_t *)((uint8_t *)join + P::join_bytes), *empty = full + P::stages;
-    uint32_t *is_last = (uint32_t *)(empty + P::stages);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool copies = threadIdx.x == (P::has_copier ? 32 * WARPS : 0);
     struct copier copier;
@@ -337,6 +348,10 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
     if (P::has_copier && warp == WARPS) {
         while (copies && copy_next<format, symmetric, N>(copier, a, stages, full, empty))
             ;
+        if (a.n_runs > 1) { /* finish_cluster()'s */
+            cluster_barrier();
+            cluster_barrier();
+        }
         return;
     }
     if (!P::has_copier && copies)
@@ -347,13 +362,10 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
     struct walk w = walk_begin(a);
     uint32_t i = 0, s = 0;
     float sum[2][N / 8][4] = {};
-    bool whole = false;
-    while (walk_next(w, P::tiles)) {
+    while (walk_next(w, a, P::tiles)) {
         if (!P::has_copier && copies && i > 0)
             copy_next<format, symmetric, N>(copier, a, stages, full, empty); /* into the stage of the last turn */
         __syncwarp();
-        if (w.k == 0)
-            whole = true;
         dn_barrier_wait(full + s, (i / P::stages) & 1);
         const uint8_t *stage = stages + s * P::stage_bytes;
         if (pair < 2 || has_second_block(a, w.tile)) {
@@ -365,12 +377,14 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
         __syncwarp();
         if (lane == 0)
             dn_barrier_arrive(empty + s);
-        if (w.k + w.n == w.k_tiles || w.unit == w.end) {
-            finish<N>(a, w.tile, whole && w.k + w.n == w.k_tiles, sum, join, is_last, warp, lane);
+        if (w.next == w.end) {
+            if (a.n_runs > 1)
+                finish_cluster<N>(a, w.tile, sum, (float *)stages, warp, lane);
+            else
+                finish_alone<N>(a, w.tile, sum, join, warp, lane);
 #pragma unroll
             for (int n = 0; n < N; n++)
                 sum[n / 4 % 2][n / 8][n % 4] = 0;
-            whole = false;
         }
         i++;
         s = s + 1 == P::stages ? 0 : s + 1;
@@ -426,9 +440,10 @@ static encode_fn encoder()
 static cudaError_t encode_x(CUtensorMap *map, const struct dn_cuda_few *f, uint32_t n, uint32_t box_tokens)
 {
     encode_fn encode = encoder();
-    const cuuint64_t dim[3] = {f->w->n_in, dn_weights_groups(f->w), n};
-    const cuuint64_t stride[2] = {(f->x_group_stride ? f->x_group_stride : f->x_stride) * 2, f->x_stride * 2};
-    const cuuint32_t box[3] = {64, 1, box_tokens}, one[3] = {1, 1, 1};
+    const cuuint64_t dim[3] = {f->w->n_in, n, dn_weights_groups(f->w)};
+    const cuuint64_t stride[2] = {f->x_stride * 2, (f->x_group_stride ? f->x_group_stride : f->x_stride) * 2};
+    /* Tokens second: with them third, behind a dimension of 1, a box took 20 clk for each of its rows. */
+    const cuuint32_t box[3] = {64, box_tokens, 1}, one[3] = {1, 1, 1};
     if (!encode)
         return cudaErrorNotSupported;
     return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)f->x, dim, stride, box, one,
@@ -438,10 +453,40 @@ static cudaError_t encode_x(CUtensorMap *map, const struct dn_cuda_few *f, uint3
                : cudaErrorInvalidValue;
 }
 
+/* dn_launch() for clusters. */
+static void launch_cluster(struct dn_cuda *c, void (*kernel)(struct args), uint32_t grid, uint32_t block, size_t shared,
+                           const struct args &a)
+{
+    if (c->measuring || c->failed)
+        return;
+    cudaLaunchAttribute attr[2] = {};
+    attr[0].id = cudaLaunchAttributeClusterDimension;
+    attr[0].val.clusterDim.x = a.n_runs;
+    attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
+    attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t conf = {};
+    conf.gridDim = dim3(grid);
+    conf.blockDim = dim3(block);
+    conf.dynamicSmemBytes = shared;
+    conf.stream = c->stream;
+    conf.attrs = attr;
+    conf.numAttrs = c->plain ? 1 : 2;
+    c->plain = false;
+    cudaError_t e = dn_cuda_allow_shared(c, (const void *)kernel, shared);
+    if (e == cudaSuccess)
+        e = cudaLaunchKernelEx(&conf, kernel, a);
+    if (e != cudaSuccess)
+        dn_cuda_failed(c, e, "matmul");
+}
+
 template <int format, bool symmetric, int N> static bool launch(struct dn_cuda *c, uint32_t grid, const struct args &a)
 {
     using P = plan<format, symmetric, N>;
-    dn_launch(c, "matmul", few<format, symmetric, N>, dim3(grid), dim3(P::threads), P::bytes, a);
+    if (a.n_runs > 1)
+        launch_cluster(c, few<format, symmetric, N>, grid, P::threads, P::bytes, a);
+    else
+        dn_launch(c, "matmul", few<format, symmetric, N>, dim3(grid), dim3(P::threads), P::bytes, a);
     return true;
 }
 template <int format, bool symmetric>
@@ -453,20 +498,28 @@ static bool launch_for(struct dn_cuda *c, uint32_t n, uint32_t grid, const struc
                      : launch<format, symmetric, 64>(c, grid, a);
 }
 
+/* Blocks a row tile: as many as are sure to run at once, two an SM, with a little left for how clusters fit. */
+static uint32_t runs_of(const struct dn_cuda *c, uint32_t row_tiles, uint32_t k_tiles)
+{
+    const uint32_t slots = BLOCKS_PER_SM * c->n_sms;
+    for (uint32_t n = 8; n > 1; n /= 2)
+        if (row_tiles * n <= (n == 8 ? slots * 6 / 7 : slots * 31 / 32) && k_tiles >= 2 * n)
+            return n;
+    return 1;
+}
+
 /* Tokens [token0, token0 + box) of n. */
 static void launch_box(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t n, uint32_t token0, uint32_t box)
 {
     struct args a = {};
-    uint32_t groups = dn_weights_groups(f->w);
     a.w = dn_weights_of(f->w);
     a.group_rows = f->w->n_out;
     a.group_blocks = (f->w->n_out + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
     a.group_tiles = (a.group_blocks + 1) / 2;
-    a.n_units = groups * a.group_tiles * a.w.n_tiles;
-    DN_BUG_ON(groups * a.group_tiles > DN_CUDA_COUNTERS);
-    uint32_t grid = BLOCKS_PER_SM * c->n_sms;
-    grid = grid < a.n_units ? grid : a.n_units;
-    a.partial = (float *)dn_cuda_workspace(c, (size_t)2 * grid * box * ROWS * sizeof(float));
+    a.n_tiles = dn_weights_groups(f->w) * a.group_tiles;
+    a.n_runs = runs_of(c, a.n_tiles, a.w.n_tiles);
+    uint32_t grid = a.n_tiles * a.n_runs, most = BLOCKS_PER_SM * c->n_sms;
+    grid = a.n_runs > 1 || grid < most ? grid : most;
     if (c->measuring)
         return;
     cudaError_t e = encode_x(&a.x, f, n, box);
@@ -480,7 +533,6 @@ static void launch_box(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t 
     a.out_stride = f->out.stride;
     a.out_group_stride = f->out.group_stride;
     a.wide = f->out.stride % 4 == 0 && f->out.group_stride % 4 == 0 && (uintptr_t)f->out.data % 16 == 0;
-    a.counter = c->counters;
     a.token0 = token0;
     a.n_tokens = n;
     switch (f->w->format) {
@@ -520,7 +572,11 @@ void dn_cuda_matmul(struct dn_device *d, const struct dn_matmul *p)
     struct dn_cuda *c = dn_cuda(d);
     struct dn_cuda_few f = {p->w, p->a, p->w->n_in, 0, {p->out, p->bias, p->w->n_out, p->w->n_out, 0, p->out_f32}};
     DN_BUG_ON(p->w->n_groups > 1);
-    dn_cuda_few(c, &f, p->rows_only ? c->n_rows : c->n_tokens);
+    /* A step's rows are few even in prefill. */
+    if (p->rows_only || c->kind == DN_STEP_DECODE)
+        dn_cuda_few(c, &f, p->rows_only ? c->n_rows : c->n_tokens);
+    else
+        dn_cuda_matmul_large(c, p, c->n_tokens);
 }
 
 void dn_cuda_group_matmul(struct dn_device *d, const struct dn_group_matmul *p)

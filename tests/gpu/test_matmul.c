@@ -286,8 +286,8 @@ Test(matmul, decode)
 {
     struct gpu g;
     open_device(&g, MAX_N, MAX_N);
-    const uint32_t shapes[][2] = {{64, 128}, {576, 576},  {192, 1536}, {100, 64},
-                                  {1, 352},  {2112, 256}, {320, 7168}, {1000, 96}};
+    const uint32_t shapes[][2] = {{64, 128},   {576, 576},  {192, 1536}, {100, 64},  {1, 352},
+                                  {2112, 256}, {320, 7168}, {1000, 96},  {34000, 64}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int f = 0; f < 7; f++)
             check_matmul(&g, variant(f, shapes[i][0], shapes[i][1]), DN_STEP_DECODE, counts,
@@ -297,6 +297,23 @@ Test(matmul, decode)
         for (int f = 0; f < 2; f++)
             check_matmul(&g, variant(f, 130, odd[i]), DN_STEP_DECODE, counts, sizeof counts / sizeof *counts, MAX_N,
                          false);
+    gpu_close(&g);
+}
+
+Test(matmul, prefill)
+{
+    struct gpu g;
+    open_device(&g, 512, 4);
+    const uint32_t shapes[][2] = {{64, 128}, {576, 576}, {100, 64}, {1, 352}, {2112, 256}, {320, 7168}, {130, 96}};
+    const uint32_t n[] = {1, 2, 7, 9, 64, 65, 129, 256, 299};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int f = 0; f < 7; f++)
+            check_matmul(&g, variant(f, shapes[i][0], shapes[i][1]), DN_STEP_PREFILL, n, sizeof n / sizeof *n, 300,
+                         true);
+    const uint32_t odd[] = {8, 200, 1544};
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++)
+        for (int f = 0; f < 2; f++)
+            check_matmul(&g, variant(f, 136, odd[i]), DN_STEP_PREFILL, n, sizeof n / sizeof *n, 300, true);
     gpu_close(&g);
 }
 
@@ -459,6 +476,73 @@ Test(matmul, bench_decode)
                 printf("BENCH matmul %s %ux%u M=%u %.2f us %.2f TB/s %.0f %%\n", dn_weight_format_name(m.format),
                        m.n_out, m.n_in, ns[i], us, rate, rate / 4.65 * 100);
             }
+            fflush(stdout);
+            bench_release(&g, &b);
+        }
+    gpu_close(&g);
+}
+
+/* A matrix of several slabs: prefill and decode agree but for the order of sums. */
+Test(matmul, slabs)
+{
+    struct gpu g;
+    open_device(&g, 64, 64);
+    enum { N = 3, OUT = 18432, IN = 7168 };
+    struct bench b = {.n_copies = 0};
+    bench_init(&g, &b, (struct dn_matrix){.format = DN_W_BF16, .n_out = OUT, .n_in = IN});
+    float *x = malloc(N * IN * sizeof *x), *few = malloc(N * OUT * sizeof *few),
+          *large = malloc(N * OUT * sizeof *large);
+    for (size_t i = 0; i < N * IN; i++)
+        x[i] = gpu_normal();
+    struct dn_matmul p = {
+        .a = gpu_act(&g, x, N * IN), .w = &b.m[0], .out_f32 = true, .out = gpu_alloc(&g, N * OUT * sizeof(float))};
+    step_of(&g, DN_STEP_DECODE, N);
+    gpu_step(&g, 7, call_matmul, &p);
+    g.ops->download(g.d, few, p.out, N * OUT * sizeof *few);
+    gpu_poison(&g, p.out, N * OUT * sizeof *few);
+    step_of(&g, DN_STEP_PREFILL, N);
+    gpu_step(&g, 7, call_matmul, &p);
+    g.ops->download(g.d, large, p.out, N * OUT * sizeof *large);
+    size_t wrong = 0;
+    double squares = 0;
+    for (size_t i = 0; i < N * OUT; i++)
+        squares += (double)few[i] * few[i] / (N * OUT);
+    for (size_t i = 0; i < N * OUT; i++)
+        if (!(fabs((double)few[i] - large[i]) <= 1e-4 * sqrt(squares)) && wrong++ < 5)
+            printf("slabs: [%zu][%zu] is %.9g in decode, %.9g in prefill\n", i / OUT, i % OUT, few[i], large[i]);
+    cr_expect_eq(wrong, 0, "%zu wrong", wrong);
+    free(x);
+    free(few);
+    free(large);
+    bench_release(&g, &b);
+    gpu_close(&g);
+}
+
+Test(matmul, bench_prefill)
+{
+    struct gpu g;
+    enum { N = 2048 };
+    open_device(&g, N, 4);
+    gpu_prepare(&g, 2, no_ops, NULL);
+    step_of(&g, DN_STEP_PREFILL, N);
+    double empty = gpu_time(&g, 2, no_ops, NULL);
+    size_t n = (size_t)N * 18432;
+    uint16_t *x = malloc(n * 2);
+    for (size_t i = 0; i < n; i++)
+        x[i] = i < 65536 ? f32_to_bf16(gpu_normal()) : x[i & 65535];
+    struct bench b = {.a = gpu_copy(&g, x, n * 2), .out = gpu_alloc(&g, n * 2)};
+    free(x);
+    for (size_t s = 0; s + 1 < sizeof bench_shapes / sizeof *bench_shapes; s++)
+        for (int f = 0; f < 4; f++) {
+            struct dn_matrix m = variant(f, bench_shapes[s][0], bench_shapes[s][1]);
+            if (f == 2)
+                continue;
+            bench_init(&g, &b, m);
+            b.n_calls = 4;
+            step_of(&g, DN_STEP_PREFILL, N);
+            double us = (gpu_time(&g, 7, bench_ops, &b) - empty) / b.n_calls;
+            printf("BENCH matmul prefill %s %ux%u M=%u %.1f us %.0f TFLOP/s\n", dn_weight_format_name(m.format),
+                   m.n_out, m.n_in, N, us, 2e-6 * m.n_out * m.n_in * N / us);
             fflush(stdout);
             bench_release(&g, &b);
         }

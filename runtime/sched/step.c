@@ -297,7 +297,8 @@ static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
 bool dn_sched_step(struct dn_sched *s)
 {
     static const enum dn_step_kind decode = DN_STEP_DECODE, prefill = DN_STEP_PREFILL;
-    if (!s->pool->device->ops->splits_steps)
+    /* MLA computes each kind in a form of its own (kernels.h), on every backend. */
+    if (!s->pool->device->ops->splits_steps && s->pool->runner->layout.latent_dim == 0)
         return run_step(s, NULL);
     bool did = run_step(s, &decode);
     return run_step(s, &prefill) || did;

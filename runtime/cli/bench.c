@@ -1,6 +1,7 @@
 #include "base/buf.h"
 #include "base/clock.h"
 #include "cli/args.h"
+#include "cli/bench_steps.h"
 #include "cli/cli.h"
 #include "cli/local.h"
 #include "cli/progress.h"
@@ -12,7 +13,10 @@
 #include <unistd.h>
 
 static const char usage[] =
-    "dunlin bench MODEL   tokens a second of prefill and decode, in this process\n"
+    "dunlin bench MODEL          tokens a second of prefill and decode, in this process\n"
+    "dunlin bench decode ...     steps of a model, or of one made up after a config.json\n"
+    "dunlin bench prefill ...\n"
+    "dunlin bench kernels ...    single operations (--help behind each of them tells more)\n"
     "\n"
     "Lists are separated by commas; every combination is one row. Rows are measured in turn, round after round, so\n"
     "that a slow moment of the machine hits all of them; shown are the median and the lowest and highest round.\n";
@@ -301,6 +305,10 @@ static int bench(const struct options *o, const char *model, struct dn_err *err)
 
 int dn_cmd_bench(int argc, char **argv)
 {
+    if (argc > 1 && strcmp(argv[1], "kernels") == 0)
+        return dn_bench_kernels(argc - 1, argv + 1);
+    if (argc > 1 && (strcmp(argv[1], "decode") == 0 || strcmp(argv[1], "prefill") == 0))
+        return dn_bench_steps(argc - 1, argv + 1, argv[1][0] == 'p');
     char cores[16];
     snprintf(cores, sizeof cores, "%ld", sysconf(_SC_NPROCESSORS_ONLN));
     struct options o = {.weights = "auto",

@@ -1,0 +1,175 @@
+#include "cli/bench_table.h"
+
+#include "base/buf.h"
+#include "cli/args.h"
+#include "cli/cli.h"
+#include "pool/device.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef DN_COMMIT
+#define DN_COMMIT "unknown"
+#endif
+
+int dn_bench_split(const char *flag, const char *text, struct dn_bench_list *out, struct dn_err *err)
+{
+    *out = (struct dn_bench_list){.copy = dn_strdup(text)};
+    char *save;
+    for (char *part = strtok_r(out->copy, ",", &save); part; part = strtok_r(NULL, ",", &save)) {
+        if (out->n == DN_BENCH_MAX_LIST)
+            return dn_err_set(err, DN_CONFIG, "--%s: at most %d values", flag, DN_BENCH_MAX_LIST);
+        out->text[out->n++] = part;
+    }
+    return out->n ? 0 : dn_err_set(err, DN_CONFIG, "--%s: empty", flag);
+}
+
+int dn_bench_numbers(const char *flag, const char *text, uint64_t max, uint32_t *out, size_t *n, struct dn_err *err)
+{
+    struct dn_bench_list l;
+    int code = dn_bench_split(flag, text, &l, err);
+    for (size_t i = 0; i < l.n && code == 0; i++) {
+        uint64_t value;
+        code = dn_args_uint(l.text[i], flag, 1, max, true, &value, err);
+        out[i] = (uint32_t)value;
+    }
+    *n = l.n;
+    free(l.copy);
+    return code;
+}
+
+int dn_bench_open_device(const char *name, const struct dn_device_conf *conf, struct dn_device **out, int *index,
+                         struct dn_err *err)
+{
+    struct dn_device_choice choice;
+    struct dn_device_conf dc = *conf;
+    char path[4096];
+    int code = dn_device_parse(name, &choice, err);
+    if (code != 0)
+        return code;
+    *index = -1;
+    if (choice.kind == DN_DEVICE_CPU)
+        return dn_kernels_open_cpu(&dc, out, err);
+    dc.index = choice.index;
+    code = choice.path ? 0 : dn_device_library(path, sizeof path, err);
+    if (code == 0)
+        code = dn_kernels_open_library(choice.path ? choice.path : path, &dc, out, err);
+    if (code == 0) {
+        *index = choice.index;
+        return 0;
+    }
+    if (choice.kind != DN_DEVICE_AUTO)
+        return code;
+    fprintf(stderr, "# on the CPU: %s\n", err->text);
+    *err = (struct dn_err){0};
+    return dn_kernels_open_cpu(&dc, out, err);
+}
+
+/* ---- The table ---- */
+
+int dn_bench_table_open(struct dn_bench_table *t, const struct dn_bench_column *column, const char *csv_path,
+                        struct dn_err *err)
+{
+    *t = (struct dn_bench_table){.column = column};
+    if (csv_path && !(t->csv = fopen(csv_path, "we")))
+        return dn_err_set(err, DN_IO, "--csv %s: %s", csv_path, strerror(errno));
+    for (size_t i = 0; column[i].name; i++) {
+        const char *space = column[i + 1].name ? "  " : "\n";
+        printf("%*s%s", column[i].width, column[i].name, space);
+        if (t->csv)
+            fprintf(t->csv, "%s%s", column[i].csv, column[i + 1].name ? "," : "\n");
+    }
+    fflush(stdout);
+    return 0;
+}
+
+void dn_bench_table_close(struct dn_bench_table *t)
+{
+    if (t->csv)
+        fclose(t->csv);
+    t->csv = NULL;
+}
+
+static void cell(struct dn_bench_table *t, const char *shown, const char *stored)
+{
+    const struct dn_bench_column *c = &t->column[t->at];
+    bool is_last = !c[1].name;
+    printf("%*s%s", c->width, shown, is_last ? "\n" : "  ");
+    if (t->csv)
+        fprintf(t->csv, "%s%s", stored, is_last ? "\n" : ",");
+    t->at = is_last ? 0 : t->at + 1;
+    if (is_last)
+        fflush(stdout);
+}
+
+void dn_bench_text(struct dn_bench_table *t, const char *text)
+{
+    cell(t, text, text);
+}
+
+void dn_bench_number(struct dn_bench_table *t, int decimals, double x)
+{
+    char text[64];
+    snprintf(text, sizeof text, "%.*f", decimals, x);
+    if (isnan(x))
+        cell(t, "-", "");
+    else
+        cell(t, text, text);
+}
+
+/* ---- Head ---- */
+
+void dn_bench_print_clocks(int index)
+{
+    char command[256], line[256];
+    if (index < 0)
+        return;
+    snprintf(command, sizeof command,
+             "nvidia-smi -i %d --format=csv,noheader --query-gpu=driver_version,clocks.current.sm,"
+             "clocks.current.memory,clocks.max.sm,power.draw,temperature.gpu 2>/dev/null",
+             index);
+    FILE *f = popen(command, "re"); /* a constant and a number: nothing that a shell could misread */
+    if (!f)
+        return;
+    if (fgets(line, sizeof line, f)) {
+        line[strcspn(line, "\n")] = 0;
+        printf("# driver, SM clock, memory clock, highest SM clock, power, temperature: %s\n", line);
+    }
+    pclose(f);
+}
+
+void dn_bench_print_head(const struct dn_device *d, double read_rate, int index)
+{
+    char text[256];
+    d->ops->describe(d, text, sizeof text);
+    printf("# dunlin %s, commit %s\n# device: %s\n", DN_VERSION, DN_COMMIT, text);
+    dn_bench_print_clocks(index);
+    if (read_rate > 0)
+        printf("# memory can be read at %.*f GB/s (measured now)\n", read_rate < 1e11 ? 1 : 0, read_rate * 1e-9);
+    fflush(stdout);
+}
+
+/* ---- Numbers ---- */
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+double dn_bench_quantile(double *x, size_t n, double part)
+{
+    qsort(x, n, sizeof *x, by_value);
+    size_t at = (size_t)(part * (double)n);
+    return x[at < n ? at : n - 1];
+}
+
+uint64_t dn_bench_random(uint64_t *state)
+{
+    uint64_t z = (*state += 0x9e3779b97f4a7c15ull);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}

@@ -11,6 +11,7 @@
 #define DN_KERNELS_CUDA_MLA_CUH
 
 #include "kernels/cuda/device.cuh"
+#include "kernels/cuda/weights.cuh"
 
 enum { DN_MLA_TOKENS = 64, DN_MLA_BLOCK = 8192, DN_MLA_LATENT = 512, DN_MLA_ROPE = 64 };
 
@@ -64,5 +65,17 @@ static inline uint64_t dn_mla_splits_bound(uint64_t rows, uint64_t tiles)
         least = bound[i] < least ? bound[i] : least;
     return least;
 }
+
+/* For GPUs and sizes that the tuned kernels aren't for (mla_simple.cu): a block a row and head. */
+struct dn_mla_simple {
+    const void *q, *arena;
+    void *out;
+    uint32_t n_heads, latent_dim, layer;
+    uint32_t nope_dim, v_dim; /* 0: absorbed, q and out are in the latent space */
+    struct dn_weights w_k, w_v;
+    float scale_log2;
+    struct dn_kv_layout l;
+};
+void dn_cuda_mla_simple(struct dn_cuda *c, const struct dn_mla_simple *p, const char *what);
 
 #endif

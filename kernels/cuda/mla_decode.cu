@@ -55,7 +55,7 @@ struct args {
     __nv_bfloat16 *partial; /* [items][64][512] */
     float *sums;            /* [items][64] log2 of the sum of exponentials */
     uint32_t *counters;     /* [rows * head blocks] */
-    uint32_t n_heads, n_head_blocks, latent_dim, layer;
+    uint32_t n_heads, n_head_blocks, layer;
     uint32_t row0, n_rows; /* rows of this launch; count may end them earlier */
     float scale_log2;
     struct dn_kv_layout l;
@@ -687,60 +687,6 @@ static __global__ void __launch_bounds__(THREADS, 1) decode_kernel(const __grid_
 #endif
 }
 
-/* Any GPU, any latent: a block has one row and head; thread t scores token t of each tile and sums columns t, t + 128, ... */
-static __global__ void __launch_bounds__(128) simple_kernel(const __grid_constant__ struct args a)
-{
-    __shared__ float q[DN_MLA_LATENT + DN_MLA_ROPE], p[128], red[4];
-    uint32_t t = threadIdx.x, row = a.row0 + blockIdx.x, width = a.latent_dim + DN_MLA_ROPE;
-    dn_start_next();
-    dn_wait_previous();
-    if (row >= a.s.count[DN_COUNT_TOKENS])
-        return;
-    uint32_t seq = (uint32_t)a.s.token_seq[row], n = (uint32_t)a.s.position[row] + 1;
-    int format = a.s.kv_format[seq];
-    size_t at = (size_t)row * a.n_heads + blockIdx.y;
-    for (uint32_t i = t; i < width; i += 128)
-        q[i] = __bfloat162float(a.q[at * width + i]);
-    float acc[DN_MLA_LATENT / 128] = {0, 0, 0, 0}, top = -INFINITY, sum = 0;
-    for (uint32_t base = 0; base < n && !a.s.bad[seq]; base += 128) {
-        float s = -INFINITY;
-        __syncthreads();
-        if (base + t < n) {
-            const uint8_t *page = dn_mla_page(
-                a.l, a.arena, format, a.s.page[(uint32_t)a.s.page_start[seq] + (base + t) / DN_MLA_TOKENS], a.layer);
-            s = 0;
-            for (uint32_t i = 0; i < width; i++)
-                s += q[i] * dn_mla_value(a.l, page, format, t % DN_MLA_TOKENS, i);
-            s *= a.scale_log2;
-        }
-        float m = s;
-        for (int i = 16; i; i /= 2)
-            m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, i));
-        if (t % 32 == 0)
-            red[t / 32] = m;
-        __syncthreads();
-        m = fmaxf(top, fmaxf(fmaxf(red[0], red[1]), fmaxf(red[2], red[3])));
-        float alpha = m == -INFINITY ? 1 : exp2f(top - m);
-        top = m;
-        p[t] = base + t < n ? exp2f(s - (m == -INFINITY ? 0 : m)) : 0;
-        __syncthreads();
-        sum *= alpha;
-        for (int k = 0; k < DN_MLA_LATENT / 128; k++)
-            acc[k] *= alpha;
-        for (uint32_t j = 0; j < 128 && base + j < n; j++) {
-            const uint8_t *page = dn_mla_page(
-                a.l, a.arena, format, a.s.page[(uint32_t)a.s.page_start[seq] + (base + j) / DN_MLA_TOKENS], a.layer);
-            sum += p[j];
-            for (int k = 0; k < DN_MLA_LATENT / 128; k++)
-                if (k * 128 + t < a.latent_dim)
-                    acc[k] += p[j] * dn_mla_value(a.l, page, format, j % DN_MLA_TOKENS, k * 128 + t);
-        }
-    }
-    for (int k = 0; k < DN_MLA_LATENT / 128; k++)
-        if (k * 128 + t < a.latent_dim)
-            a.out[at * a.latent_dim + k * 128 + t] = __float2bfloat16_rn(a.s.bad[seq] ? 0 : acc[k] / sum);
-}
-
 void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p)
 {
     struct dn_cuda *c = dn_cuda(d);
@@ -756,14 +702,17 @@ void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p
     a.counters = c->counters;
     a.n_heads = p->n_heads;
     a.n_head_blocks = (p->n_heads + HEADS - 1) / HEADS;
-    a.latent_dim = p->latent_dim;
     a.layer = p->layer;
     a.scale_log2 = p->scale * 1.44269504088896341f;
     a.l = *p->layout;
     a.s = c->step;
     if (c->arch != 90 || p->latent_dim != DN_MLA_LATENT) {
-        a.n_rows = c->n_tokens;
-        dn_launch(c, "mla_attention", simple_kernel, dim3(c->n_tokens, p->n_heads), dim3(128), 0, a);
+        struct dn_mla_simple simple = {};
+        simple.q = p->q, simple.out = p->out, simple.arena = p->arena;
+        simple.n_heads = p->n_heads, simple.latent_dim = p->latent_dim, simple.layer = p->layer;
+        simple.scale_log2 = a.scale_log2;
+        simple.l = *p->layout;
+        dn_cuda_mla_simple(c, &simple, "mla_attention");
         return;
     }
     /* In a prefill step every token reads a whole context: some rows at a time, in 256 MB of partial results. */

@@ -97,6 +97,12 @@ static __device__ __forceinline__ void dn_bulk_load(uint32_t to, const void *fro
                  "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
 }
+static __device__ __forceinline__ void dn_bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 static __device__ __forceinline__ void dn_bulk_store(void *to, uint32_t from, uint32_t bytes)
 {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
@@ -124,8 +130,8 @@ static __device__ __forceinline__ void dn_arrive(int barrier, int threads)
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* d[64][n] (+)= A[64][16] B[16][n], by the 128 threads of a warpgroup. A is K-major; B is K-major for n64, MN-major for
- * n256. d[4j + 2i + e] of a thread: row 16 * warp + lane / 4 + 8i, column 8j + 2 * (lane % 4) + e. */
+/* d[64][n] (+)= A[64][16] B[16][n], by the 128 threads of a warpgroup. A is K-major; B is K-major for n64 and n128,
+ * MN-major for n256. d[4j + 2i + e] of a thread: row 16 * warp + lane / 4 + 8i, column 8j + 2 * (lane % 4) + e. */
 // clang-format off
 #define DN_ACC_16(i) "+f"(d[i + 0]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
 #define DN_ACC32 DN_ACC_16(0), DN_ACC_16(16)
@@ -184,6 +190,51 @@ static __device__ __forceinline__ void dn_wgmma_n256_f16(float (&d)[128], uint64
                  "}, %128, %129, p, 1, 1, 0, 1;\n}\n"
                  : DN_ACC128
                  : "l"(a), "l"(b), "r"(accumulate));
+}
+
+#define DN_ACC64 DN_ACC_16(0), DN_ACC_16(16), DN_ACC_16(32), DN_ACC_16(48)
+static __device__ __forceinline__ void dn_wgmma_n128_bf16(float (&d)[64], uint64_t a, uint64_t b, int accumulate)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                 "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
+                 : DN_ACC64
+                 : "l"(a), "l"(b), "r"(accumulate));
+}
+
+/* A from registers, as mma.sync's: rows 16 * warp + lane / 4 and + 8; always accumulates. B is MN-major. */
+static __device__ __forceinline__ void dn_wgmma_n128_rs(float (&d)[64], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+                 : DN_ACC64
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+static __device__ __forceinline__ void dn_wgmma_n256_rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}\n"
+                 : DN_ACC128
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // clang-format on

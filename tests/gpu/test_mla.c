@@ -472,15 +472,177 @@ static void check_queries(struct world *w, struct ops *o, uint8_t *host)
     w->seq[6].bad = false; /* 5 stays */
 }
 
-Test(mla, correct, .timeout = 120)
+/* ---- Un-absorbed ---- */
+
+struct projection {
+    uint32_t heads, nope, v;
+    struct dn_matrix w_k, w_v;
+    float *k, *values; /* [heads][nope or v][LATENT], bf16 values */
+};
+static float *pack_random(struct world *w, struct dn_matrix *m)
+{
+    size_t rows = (size_t)m->n_groups * m->n_out, n = rows * m->n_in;
+    float *x = malloc(n * sizeof *x);
+    uint16_t *h = malloc(n * sizeof *h);
+    for (size_t i = 0; i < n; i++)
+        x[i] = bf16_to_f32(h[i] = f32_to_bf16(gpu_normal() / 22));
+    m->bytes = w->g.ops->matrix_bytes(m);
+    m->data = gpu_alloc(&w->g, m->bytes);
+    cr_assert_eq(w->g.ops->matrix_pack(w->g.d, m, 0, (uint32_t)rows, &(struct dn_rows){.bf16 = h}), 0);
+    free(h);
+    return x;
+}
+static void projection_open(struct world *w, struct projection *p, uint32_t heads, uint32_t nope, uint32_t v)
+{
+    *p = (struct projection){.heads = heads, .nope = nope, .v = v};
+    p->w_k = (struct dn_matrix){.format = DN_W_BF16, .n_out = nope, .n_in = LATENT, .n_groups = heads};
+    p->w_v = (struct dn_matrix){.format = DN_W_BF16, .n_out = v, .n_in = LATENT, .n_groups = heads};
+    p->k = pack_random(w, &p->w_k);
+    p->values = pack_random(w, &p->w_v);
+}
+
+/* One row and head in float64, in the latent space, which is the same in exact numbers. Bounds: K and V are rounded to bf16
+ * (2^-9 of each score's terms and of each value), so are FP8's contents; P and the output too. */
+static void oracle_prefill(const struct projection *p, const struct seq *s, uint32_t n, const float *q, uint32_t head,
+                           double scale, double *out, double *bound)
+{
+    double absorbed[WIDTH], size[WIDTH], *weight = malloc(n * sizeof *weight), top = -INFINITY, sum = 0, worst = 0;
+    const float *wk = p->k + (size_t)head * p->nope * LATENT, *wv = p->values + (size_t)head * p->v * LATENT;
+    for (uint32_t i = 0; i < WIDTH; i++) {
+        absorbed[i] = size[i] = 0;
+        for (uint32_t k = 0; i < LATENT && k < p->nope; k++)
+            absorbed[i] += (double)q[k] * wk[(size_t)k * LATENT + i];
+        if (i >= LATENT)
+            absorbed[i] = q[p->nope + i - LATENT];
+    }
+    double q_size = 0;
+    for (uint32_t k = 0; k < p->nope; k++)
+        q_size += (double)q[k] * q[k];
+    for (uint32_t t = 0; t < n; t++) {
+        double dot = 0, c = 0;
+        for (uint32_t i = 0; i < WIDTH; i++) {
+            dot += absorbed[i] * s->content[(size_t)t * WIDTH + i];
+            c += i < LATENT ? (double)s->content[(size_t)t * WIDTH + i] * s->content[(size_t)t * WIDTH + i] : 0;
+        }
+        /* K's values have about |c| / 22 each; their roundings add up as independent ones, six sigma. */
+        worst = fmax(worst, 6 * scale * 0x1p-9 * sqrt(q_size * c) / 22 * (s->format == DN_KV_FP8 ? 1.5 : 1));
+        weight[t] = dot * scale;
+        top = fmax(top, weight[t]);
+    }
+    double u[LATENT] = {0}, norm = 0;
+    for (uint32_t t = 0; t < n; t++)
+        sum += weight[t] = exp(weight[t] - top);
+    for (uint32_t t = 0; t < n; t++) {
+        double c = 0;
+        for (uint32_t i = 0; i < LATENT; i++) {
+            u[i] += weight[t] / sum * s->content[(size_t)t * WIDTH + i];
+            c += (double)s->content[(size_t)t * WIDTH + i] * s->content[(size_t)t * WIDTH + i];
+        }
+        norm += weight[t] / sum * sqrt(c);
+    }
+    for (uint32_t k = 0; k < p->v; k++) {
+        out[k] = 0;
+        for (uint32_t i = 0; i < LATENT; i++)
+            out[k] += u[i] * wv[(size_t)k * LATENT + i];
+        /* Values are about norm / 22, at most some four times that. */
+        bound[k] = norm / 22 * 4 * (2 * worst / 3 + 3 * 0x1p-9) + fabs(out[k]) * 0x1.01p-9 + 1e-6;
+    }
+    free(weight);
+}
+
+/* The last `chunk` tokens of some sequences together; bits of a row against those of another cut. */
+static void check_prefill(struct world *w, uint32_t heads, uint32_t nope, uint32_t v, uint32_t list)
+{
+    struct projection p;
+    projection_open(w, &p, heads, nope, v);
+    uint32_t n = 0, which[MAX_SEQS], first[MAX_SEQS], end[MAX_SEQS], tokens = 0, width = nope + ROPE;
+    for (uint32_t i = 0; i < w->n_seqs; i++) {
+        which[n] = i;
+        end[n] = w->seq[i].n;
+        first[n] = end[n] > 260 ? end[n] - 260 : 0;
+        tokens += end[n] - first[n];
+        n++;
+    }
+    size_t row = (size_t)heads * v;
+    void *dq, *out = gpu_alloc(&w->g, tokens * row * 2);
+    float *q = random_acts(w, (size_t)tokens * heads * width, 1, &dq);
+    struct ops o = {.w = w, .which = 2, .repeat = 1,
+                    .prefill = {.q = dq, .w_k = &p.w_k, .w_v = &p.w_v, .n_heads = heads, .nope_dim = nope,
+                                .rope_dim = ROPE, .v_dim = v, .latent_dim = LATENT, .scale = 0.15f, .layout = &w->l,
+                                .arena = w->arena, .layer = w->layer, .out = out}};
+    gpu_prepare(&w->g, list, run_ops, &o);
+    gpu_poison(&w->g, out, tokens * row * 2);
+    set_step(w, DN_STEP_PREFILL, n, which, first, end);
+    gpu_step(&w->g, list, run_ops, &o);
+    float *x = gpu_read_act(&w->g, out, tokens * row);
+    float *got = malloc((size_t)tokens * v * sizeof *got);
+    double *want = malloc((size_t)tokens * v * sizeof *want), *bound = malloc((size_t)tokens * v * sizeof *bound);
+    char what[96];
+    for (uint32_t i = 0, t = 0; i < n; i++) {
+        const struct seq *s = &w->seq[which[i]];
+        uint32_t k = 0, step = 1 + (end[i] - first[i]) * end[i] / 60000;
+        for (uint32_t pos = first[i]; pos < end[i]; pos++, t++) {
+            if (s->bad)
+                for (size_t c = 0; c < row; c++)
+                    cr_assert(x[t * row + c] == 0, "bad sequence, row %u: [%zu] is %g", pos, c, x[t * row + c]);
+            if (s->bad || (pos % step && pos + 1 != end[i]))
+                continue;
+            uint32_t head = (pos * 7 + i) % heads;
+            memcpy(got + (size_t)k * v, x + t * row + head * v, v * sizeof *got);
+            oracle_prefill(&p, s, pos + 1, q + ((size_t)t * heads + head) * width, head, 0.15, want + (size_t)k * v,
+                           bound + (size_t)k * v);
+            k++;
+        }
+        snprintf(what, sizeof what, "prefill %s %u heads %u+%u ctx %u", dn_kv_format_name(s->format), heads, nope, v, end[i]);
+        if (k)
+            gpu_expect(what, got, want, bound, (size_t)k * v, v);
+    }
+    /* Sequence by sequence, the last 37 rows of each. */
+    for (uint32_t i = 0, t = 0; i < n; i++) {
+        uint32_t rows = end[i] - first[i], last = rows < 37 ? rows : 37, from = end[i] - last;
+        uint16_t *h = malloc((size_t)last * heads * width * 2);
+        for (size_t k = 0; k < (size_t)last * heads * width; k++)
+            h[k] = f32_to_bf16(q[(size_t)(t + rows - last) * heads * width + k]);
+        w->g.ops->upload(w->g.d, dq, h, (size_t)last * heads * width * 2);
+        set_step(w, DN_STEP_PREFILL, 1, which + i, &from, end + i);
+        gpu_step(&w->g, list, run_ops, &o);
+        float *again = gpu_read_act(&w->g, out, last * row);
+        size_t wrong = 0;
+        for (size_t k = 0; k < last * row; k++)
+            wrong += again[k] != x[(t + rows - last) * row + k];
+        cr_expect(wrong == 0, "prefill heads %u: sequence %u (%u tokens) alone: %zu of %zu values differ", heads, i, end[i],
+                  wrong, last * row);
+        free(again);
+        free(h);
+        t += rows;
+    }
+    w->g.ops->free(w->g.d, dq);
+    w->g.ops->free(w->g.d, out);
+    w->g.ops->free(w->g.d, p.w_k.data);
+    w->g.ops->free(w->g.d, p.w_v.data);
+    free(p.k);
+    free(p.values);
+    free(q);
+    free(x);
+    free(got);
+    free(want);
+    free(bound);
+}
+
+static void open_filled(struct world *w)
 {
     static const uint32_t contexts[] = {1, 63, 64, 65, 500, 127, 1024, 257, 2500, 4097, 8192 + 37};
-    struct world w;
-    world_open(&w, 1400, 2, 1200);
-    gpu_poison(&w.g, w.arena, w.arena_bytes);
+    world_open(w, 1400, 2, 1200);
+    gpu_poison(&w->g, w->arena, w->arena_bytes);
     for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++)
         for (int f = 0; f < 2; f++)
-            add_seq(&w, contexts[i], (enum dn_kv_format)f);
+            add_seq(w, contexts[i], (enum dn_kv_format)f);
+}
+
+Test(mla, correct, .timeout = 120)
+{
+    struct world w;
+    open_filled(&w);
     struct ops o = write_ops(&w, false);
     gpu_prepare(&w.g, 1, run_ops, &o);
     write_all(&w, &o);
@@ -495,6 +657,22 @@ Test(mla, correct, .timeout = 120)
         if (heads[i] == 64 || heads[i] == 4)
             check_chunks(&w, heads[i], 2 + i);
     }
+    gpu_close(&w.g);
+}
+
+Test(mla, correct_prefill, .timeout = 120)
+{
+    struct world w;
+    open_filled(&w);
+    struct ops o = write_ops(&w, false);
+    gpu_prepare(&w.g, 1, run_ops, &o);
+    write_all(&w, &o);
+    uint8_t *host = malloc(w.arena_bytes);
+    read_back(&w, host);
+    w.seq[5].bad = true;
+    check_prefill(&w, 4, 128, 128, 2);
+    check_prefill(&w, 3, 192, 256, 3);
+    check_prefill(&w, 1, 64, 64, 4);
     gpu_close(&w.g);
 }
 
@@ -597,5 +775,54 @@ Test(mla, bench_decode, .timeout = 60)
             double us = (gpu_time(&w.g, 3, run_ops, &write) - none) / o.repeat;
             printf("BENCH mla_write %s %u %.2f us\n", format[f], batch[b], us);
         }
+    gpu_close(&w.g);
+}
+
+/* One sequence's chunk of `n` tokens at the end of `ctx`; FLOP of the causal attention, and of expanding the context. */
+Test(mla, bench_prefill, .timeout = 60)
+{
+    static const uint32_t shape[][2] = {{2048, 2048}, {4096, 4096}, {4096, 8192}, {2048, 32768}};
+    static const uint32_t dims[][2] = {{128, 128}, {192, 256}};
+    struct world w;
+    world_open(&w, 2000, 2, 1024);
+    w.tags = NULL;
+    fill(&w);
+    for (uint32_t d = 0; d < 2; d++) {
+        struct projection p;
+        uint32_t nope = dims[d][0], v = dims[d][1];
+        projection_open(&w, &p, 64, nope, v);
+        void *dq, *out = gpu_alloc(&w.g, (size_t)TOKENS * 64 * v * 2);
+        free(random_acts(&w, (size_t)TOKENS * 64 * (nope + ROPE), 1, &dq));
+        struct ops o = {.w = &w, .which = 2, .repeat = 1,
+                        .prefill = {.q = dq, .w_k = &p.w_k, .w_v = &p.w_v, .n_heads = 64, .nope_dim = nope,
+                                    .rope_dim = ROPE, .v_dim = v, .latent_dim = LATENT, .scale = 0.15f,
+                                    .layout = &w.l, .arena = w.arena, .out = out}};
+        struct ops empty = o;
+        empty.repeat = 0;
+        gpu_prepare(&w.g, 1 + 2 * d, run_ops, &o);
+        gpu_prepare(&w.g, 2 + 2 * d, run_ops, &empty);
+        for (uint32_t i = 0; i < 4; i++)
+            for (uint32_t f = 0; f < 2; f++) {
+                uint32_t n = shape[i][0], ctx = shape[i][1];
+                double bytes, flop = 0;
+                bench_step(&w, 1, ctx, f, &bytes);
+                struct dn_step *s = w.g.s;
+                s->kind = DN_STEP_PREFILL;
+                s->n_tokens = n;
+                for (uint32_t t = 0; t < n; t++) {
+                    s->token_id[t] = s->token_seq[t] = 0;
+                    s->token_count[t] = 0;
+                    s->position[t] = (int32_t)(ctx - n + t);
+                    flop += 2.0 * 64 * (nope + ROPE + v) * (ctx - n + t + 1);
+                }
+                s->token_start[1] = (int32_t)n;
+                s->row_token[0] = (int32_t)n - 1;
+                double none = gpu_time(&w.g, 2 + 2 * d, run_ops, &empty);
+                double us = gpu_time(&w.g, 1 + 2 * d, run_ops, &o) - none, more = 2.0 * 64 * LATENT * (nope + v) * ctx;
+                printf("BENCH mla_prefill %s 64 heads %u+64/%u %u of %u %.0f us %.0f TFLOP/s, %.0f with K and V\n",
+                       f ? "fp8" : "bf16", nope, v, n, ctx, us, flop / us / 1e6, (flop + more) / us / 1e6);
+                fflush(stdout);
+            }
+    }
     gpu_close(&w.g);
 }

@@ -366,7 +366,8 @@ static void driver_release(char *text, size_t n)
     while (f && fgets(line, sizeof line, f)) {
         for (char *p = line; *p; p++) {
             int a, b, end = 0;
-            if (p > line && p[-1] == ' ' && sscanf(p, "%3d.%3d%n", &a, &b, &end) == 2 && end > 0) {
+            if (p > line && p[-1] == ' ' && *p >= '0' && *p <= '9' && sscanf(p, "%3d.%3d%n", &a, &b, &end) == 2 &&
+                end > 0) {
                 size_t len = strspn(p, "0123456789.");
                 snprintf(text, n, "%.*s", (int)(len < 31 ? len : 31), p);
                 fclose(f);

@@ -4,11 +4,17 @@
 
 /* Pairs of a token and one of its experts, sorted by expert; then for each expert one product with its rows, gathered,
  * for gate and up, and one for down; then each token adds up what its experts gave, in their order. A row of a product
- * does not depend on the rows beside it, so a token's sum depends on nothing but the token. */
+ * does not depend on the rows beside it, so a token's sum depends on nothing but the token. Large steps go in passes,
+ * so that what lies between the products has a bound; of Kimi K2 a pass has 630 tokens, 13 rows for each of 384
+ * experts, which keeps it bound by arithmetic. */
+enum { PASS_BYTES = 256 << 20 };
+
 struct call {
     const struct dn_cpu_device *d;
     const struct dn_experts *p;
     uint32_t dim, ff;
+    size_t first, n; /* tokens of this pass */
+    const int32_t *expert;
     uint32_t *start; /* [n_experts + 1] pairs of each expert */
     uint32_t *token; /* [pairs] in that order */
     uint32_t *place; /* [n_tokens][top_k] of a pair in it */
@@ -21,16 +27,16 @@ static void sort_pairs(const struct call *c)
 {
     const struct dn_experts *p = c->p;
     uint32_t n_experts = p->down->n_groups > 1 ? p->down->n_groups : 1;
-    size_t pairs = (size_t)c->d->step.n_tokens * p->top_k;
+    size_t pairs = c->n * p->top_k;
     memset(c->start, 0, (n_experts + 1) * sizeof *c->start);
     for (size_t i = 0; i < pairs; i++) {
-        DN_BUG_ON(p->expert[i] < 0 || (uint32_t)p->expert[i] >= n_experts);
-        c->start[p->expert[i] + 1]++;
+        DN_BUG_ON(c->expert[i] < 0 || (uint32_t)c->expert[i] >= n_experts);
+        c->start[c->expert[i] + 1]++;
     }
     for (uint32_t e = 0; e < n_experts; e++)
         c->start[e + 1] += c->start[e];
     for (size_t i = 0; i < pairs; i++) {
-        uint32_t at = c->start[p->expert[i]]++;
+        uint32_t at = c->start[c->expert[i]]++;
         c->token[at] = (uint32_t)(i / p->top_k);
         c->place[i] = at;
     }
@@ -54,23 +60,32 @@ static void add_up(void *arg, size_t begin, size_t end, unsigned part)
     const struct dn_experts *p = c->p;
     size_t dim = c->dim, bytes = dim * sizeof(float);
     for (size_t t = begin; t < end; t++) {
-        float *out = (float *)p->out + t * dim;
+        size_t at = (c->first + t) * dim;
+        float *out = (float *)p->out + at;
         if (!p->add)
             memset(out, 0, bytes);
         else if (p->add != p->out)
-            memcpy(out, (const float *)p->add + t * dim, bytes);
+            memcpy(out, (const float *)p->add + at, bytes);
         for (uint32_t k = 0; k < p->top_k; k++) {
             size_t pair = t * p->top_k + k;
-            c->d->row->add_scaled(out, c->down + c->place[pair] * dim, p->weight[pair], dim);
+            c->d->row->add_scaled(out, c->down + c->place[pair] * dim, p->weight[c->first * p->top_k + pair], dim);
         }
     }
+}
+
+/* Tokens of a pass. */
+static size_t pass_tokens(const struct call *c, size_t n_tokens)
+{
+    size_t most = PASS_BYTES / (c->p->top_k * (3 * (size_t)c->ff + c->dim) * sizeof(float));
+    most = most ? most : 1;
+    return n_tokens < most ? n_tokens : most;
 }
 
 static void take(struct call *c, struct dn_cpu_device *d, void **grouped)
 {
     const struct dn_experts *p = c->p;
     size_t n_experts = p->down->n_groups > 1 ? p->down->n_groups : 1;
-    size_t pairs = (size_t)(d->measuring ? d->limits.tokens : d->step.n_tokens) * p->top_k;
+    size_t pairs = pass_tokens(c, d->measuring ? d->limits.tokens : d->step.n_tokens) * p->top_k;
     size_t a = dn_cpu_grouped_scratch(&d->exec, p->gate_up), b = dn_cpu_grouped_scratch(&d->exec, p->down);
     size_t bytes = a > b ? a : b;
     *grouped = dn_cpu_take(d, DN_SCRATCH_THREAD, bytes, bytes);
@@ -87,6 +102,28 @@ static void take(struct call *c, struct dn_cpu_device *d, void **grouped)
     c->mid = c->gate_up + pairs * 2 * c->ff;
 }
 
+static void run_pass(const struct call *c, const struct dn_cpu_exec *x, void *grouped)
+{
+    const struct dn_experts *p = c->p;
+    sort_pairs(c);
+    dn_cpu_matmul_grouped(x,
+                          &(struct dn_cpu_grouped){.w = p->gate_up,
+                                                   .a = (const float *)p->a + c->first * c->dim,
+                                                   .a_stride = c->dim,
+                                                   .out = c->gate_up,
+                                                   .out_stride = 2 * (size_t)c->ff,
+                                                   .start = c->start,
+                                                   .index = c->token},
+                          grouped);
+    dn_threads_for(x->threads, c->n * p->top_k, c->ff < 4096 ? 4 : 1, activate, (void *)c);
+    dn_cpu_matmul_grouped(
+        x,
+        &(struct dn_cpu_grouped){
+            .w = p->down, .a = c->mid, .a_stride = c->ff, .out = c->down, .out_stride = c->dim, .start = c->start},
+        grouped);
+    dn_threads_for(x->threads, c->n, 1, add_up, (void *)c);
+}
+
 void dn_cpu_experts(struct dn_device *device, const struct dn_experts *p)
 {
     struct dn_cpu_device *d = dn_cpu(device);
@@ -96,24 +133,12 @@ void dn_cpu_experts(struct dn_device *device, const struct dn_experts *p)
               down->n_out != c.dim || g->n_groups != down->n_groups || g->n_groups > DN_MAX_EXPERTS);
     void *grouped;
     take(&c, d, &grouped);
-    if (d->measuring || d->step.n_tokens == 0)
+    if (d->measuring)
         return;
-    sort_pairs(&c);
-    size_t pairs = (size_t)d->step.n_tokens * p->top_k;
-    dn_cpu_matmul_grouped(&d->exec,
-                          &(struct dn_cpu_grouped){.w = g,
-                                                   .a = p->a,
-                                                   .a_stride = c.dim,
-                                                   .out = c.gate_up,
-                                                   .out_stride = 2 * (size_t)c.ff,
-                                                   .start = c.start,
-                                                   .index = c.token},
-                          grouped);
-    dn_threads_for(d->exec.threads, pairs, c.ff < 4096 ? 4 : 1, activate, &c);
-    dn_cpu_matmul_grouped(
-        &d->exec,
-        &(struct dn_cpu_grouped){
-            .w = down, .a = c.mid, .a_stride = c.ff, .out = c.down, .out_stride = c.dim, .start = c.start},
-        grouped);
-    dn_threads_for(d->exec.threads, d->step.n_tokens, 1, add_up, &c);
+    size_t n_tokens = d->step.n_tokens, n = pass_tokens(&c, n_tokens);
+    for (; c.first < n_tokens; c.first += n) {
+        c.n = n_tokens - c.first < n ? n_tokens - c.first : n;
+        c.expert = p->expert + c.first * p->top_k;
+        run_pass(&c, &d->exec, grouped);
+    }
 }

@@ -225,6 +225,36 @@ Test(experts, give_the_same_bits_in_any_batch_and_number_of_threads)
     }
 }
 
+/* More tokens than fit into what lies between the products at a time: those of both passes are as if alone. */
+Test(experts, of_a_large_step_are_those_of_small_ones)
+{
+    const struct shape h = {6, 16, 4096, 64, 1000, false}; /* 16 * (3 * 64 + 4096) * 4 bytes a token: 978 to a pass */
+    struct fix f;
+    struct seq q;
+    struct weights gate_up, down;
+    open_tokens(&f, &q, NULL, 2, h.n_tokens);
+    groups_make(&gate_up, kinds, h.n_experts, 2 * h.ff, h.dim, 3);
+    groups_make(&down, kinds, h.n_experts, h.dim, h.ff, 4);
+    size_t n = h.n_tokens, pairs = n * h.top_k;
+    float *a = fix_floats(&f, n * h.dim), *out = fix_floats(&f, n * h.dim), *one = fix_floats(&f, h.dim),
+          *weight = fix_floats(&f, pairs);
+    int32_t *expert = (int32_t *)fix_floats(&f, pairs);
+    fill_normal(a, n * h.dim, 1.0f);
+    random_experts(&h, h.n_tokens, expert, weight);
+    run_experts(&f, &h, &gate_up, &down, a, expert, weight, NULL, out);
+    static const uint32_t some[] = {0, 1, 500, 976, 977, 978, 979, 999};
+    for (size_t i = 0; i < sizeof some / sizeof *some; i++) {
+        size_t t = some[i];
+        step_clear(&f);
+        step_add(&f, &q, some[i], 1);
+        run_experts(&f, &h, &gate_up, &down, a + t * h.dim, expert + t * h.top_k, weight + t * h.top_k, NULL, one);
+        cr_assert(memcmp(one, out + t * h.dim, h.dim * sizeof *one) == 0, "token %zu", t);
+    }
+    weights_free(&gate_up);
+    weights_free(&down);
+    fix_close(&f);
+}
+
 /* A NaN activation or weight makes its own token NaN, and no other. */
 Test(experts, nan_stays_with_its_token)
 {

@@ -6,13 +6,16 @@
  * lie in eight different groups of banks when ldmatrix reads them from the copy.
  *
  * Tile: for 16 rows (queries) and N16 * 16 tokens a warp computes S = Q K^T by mma.m16n8k16 (queries are M), the
- * running softmax, and O += P V. Fragments, with g = lane / 4 and q = lane % 4: BF16  K through ldmatrix, V through
- * ldmatrix.trans, as m16n8k16 wants them; P in bf16. FP8   a matrix of ldmatrix is 8 tokens x 16 dims. K: a thread's 4
- * bytes are dims 4q..4q+3 of token g: turned to f16 they are the B fragment of a k-step whose columns are permuted (2q,
- * 2q+1, 2q+8, 2q+9 <- 4q..4q+3); Q takes the same order. V (.trans): tokens 2q, 2q+1 of dims 2g, 2g+1; a PRMT sorts
- * them into the fragment of the even dims and that of the odd ones, so a thread's results are dims 4q..4q+3 of each 16.
- *         Scales: of K on the columns of S; of V on P before it is rounded to f16, times a power of two f for each row
- *         that brings the largest scale seen so far near 2^15: O is in units of 1/f. Q is brought near 1 the same way.
+ * running softmax, and O += P V. With g = lane / 4 and q = lane % 4:
+ *
+ * - BF16: K through ldmatrix, V through ldmatrix.trans give the fragments as m16n8k16 wants them; P in bf16.
+ * - FP8: a matrix of ldmatrix is 8 tokens x 16 dims. Of K a thread gets dims 4q..4q+3 of token g: as f16 they are the B
+ *   fragment of a k-step with permuted columns (2q, 2q+1, 2q+8, 2q+9 <- 4q..4q+3); Q takes the same order. Of V
+ * (.trans) it gets tokens 2q, 2q+1 of dims 2g, 2g+1; a PRMT sorts them into the fragment of the even dims and that of
+ * the odd ones, so a thread's results are dims 4q..4q+3 of each 16.
+ * - FP8's scales: of K on the columns of S; of V on P before it is rounded to f16, times a power of two f for each row
+ * that brings the largest scale seen so far near 2^15: O is in units of 1/f. Q is brought near 1 the same way.
+ *
  * Masked tokens are left out, not multiplied by zero: their scores become -inf and their V zero bits.
  *
  * Threads: device code; a warp calls these together.
@@ -44,12 +47,14 @@ struct gqa_args {
     struct dn_cuda_step step;
     uint32_t n_stages;
     /* Decode: */
+    uint32_t split_pages; /* fewest of a split */
     uint32_t *counters;
     float *partial;
 };
 
-/* The operation for the steps of one kind, head_dim 64 or 128 (gqa_decode.cu, gqa_prefill.cu). */
-void dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_args a);
+/* The operation for decode steps, head_dim 64 or 128 (gqa_decode.cu). false: the step needs more shared memory or
+ * counters than there are, and nothing was launched. */
+bool dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_args a);
 
 static __host__ __device__ __forceinline__ uint32_t gqa_swizzle(uint32_t row_chunks, uint32_t token)
 {
@@ -161,15 +166,15 @@ template <bool F16>
 static __device__ __forceinline__ void gqa_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
     if (F16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 static __device__ __forceinline__ float gqa_exp2(float x)
@@ -201,16 +206,16 @@ template <bool F16> static __device__ __forceinline__ uint32_t gqa_pack(float lo
 }
 
 /* A block of 3 groups of 4 warps starts with 168 registers a thread: the loading group gives most of its away. */
-static __device__ __forceinline__ void gqa_registers_down()
+template <int N> static __device__ __forceinline__ void gqa_registers_down()
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 #endif
 }
-static __device__ __forceinline__ void gqa_registers_up()
+template <int N> static __device__ __forceinline__ void gqa_registers_up()
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 #endif
 }
 
@@ -280,21 +285,21 @@ template <int D> static __device__ __forceinline__ void gqa_start(gqa_state<D> &
 }
 
 /* Where a lane's ldmatrix reads in a block whose first token is at `base`. */
-template <int D, bool FP8> static __device__ __forceinline__ uint32_t gqa_k_at(uint32_t base, uint32_t lane)
+template <int D, bool BYTES> static __device__ __forceinline__ uint32_t gqa_k_at(uint32_t base, uint32_t lane)
 {
-    constexpr uint32_t row = FP8 ? D : 2 * D;
+    constexpr uint32_t row = BYTES ? D : 2 * D;
     uint32_t r = lane & 7, mi = lane >> 3;
     return base + ((mi >> 1) * 8 + r) * row + (((mi & 1) ^ gqa_swizzle(row / 16, r)) << 4);
 }
-template <int D, bool FP8> static __device__ __forceinline__ uint32_t gqa_v_at(uint32_t base, uint32_t lane)
+template <int D, bool BYTES> static __device__ __forceinline__ uint32_t gqa_v_at(uint32_t base, uint32_t lane)
 {
-    constexpr uint32_t row = FP8 ? D : 2 * D;
+    constexpr uint32_t row = BYTES ? D : 2 * D;
     uint32_t r = lane & 7, mi = lane >> 3;
     return base + ((mi & 1) * 8 + r) * row + (((mi >> 1) ^ gqa_swizzle(row / 16, r)) << 4);
 }
 
 /* Scores of 16 tokens: s[0] of tokens 0..7, s[1] of 8..15. */
-template <int D, bool FP8, bool CHAINS>
+template <int D, bool BYTES, bool F16, bool CHAINS>
 static __device__ __forceinline__ void gqa_scores(float (&s0)[4], float (&s1)[4], const uint32_t (&q)[D / 16][4],
                                                   uint32_t k)
 {
@@ -302,17 +307,17 @@ static __device__ __forceinline__ void gqa_scores(float (&s0)[4], float (&s1)[4]
 #pragma unroll
     for (int i = 0; i < 4; i++)
         s0[i] = s1[i] = 0;
-    if (!FP8) {
+    if (!BYTES) {
 #pragma unroll
         for (int ks = 0; ks < D / 16; ks++) {
             uint32_t b[4];
             gqa_ldmatrix(b, k ^ (uint32_t)(ks << 5));
             if (CHAINS && ks % 2) {
-                gqa_mma<false>(t0, q[ks], b[0], b[1]);
-                gqa_mma<false>(t1, q[ks], b[2], b[3]);
+                gqa_mma<F16>(t0, q[ks], b[0], b[1]);
+                gqa_mma<F16>(t1, q[ks], b[2], b[3]);
             } else {
-                gqa_mma<false>(s0, q[ks], b[0], b[1]);
-                gqa_mma<false>(s1, q[ks], b[2], b[3]);
+                gqa_mma<F16>(s0, q[ks], b[0], b[1]);
+                gqa_mma<F16>(s1, q[ks], b[2], b[3]);
             }
         }
     } else {
@@ -341,12 +346,12 @@ static __device__ __forceinline__ void gqa_scores(float (&s0)[4], float (&s1)[4]
 }
 
 /* o += P V for 16 tokens. mask: bits of the tokens 2q, 2q+1 (first) and 2q+8, 2q+9 whose V counts. */
-template <int D, bool FP8, bool MASKED>
+template <int D, bool BYTES, bool F16, bool MASKED>
 static __device__ __forceinline__ void gqa_values(gqa_state<D> &st, const uint32_t (&p)[4], uint32_t v, uint32_t mask0,
                                                   uint32_t mask1)
 {
 #pragma unroll
-    for (int j = 0; j < (FP8 ? D / 32 : D / 16); j++) {
+    for (int j = 0; j < (BYTES ? D / 32 : D / 16); j++) {
         uint32_t b[4];
         gqa_ldmatrix_trans(b, v ^ (uint32_t)(j << 5));
         if (MASKED) {
@@ -355,9 +360,9 @@ static __device__ __forceinline__ void gqa_values(gqa_state<D> &st, const uint32
             b[2] &= mask0;
             b[3] &= mask1;
         }
-        if (!FP8) {
-            gqa_mma<false>(st.o[2 * j], p, b[0], b[1]);
-            gqa_mma<false>(st.o[2 * j + 1], p, b[2], b[3]);
+        if (!BYTES) {
+            gqa_mma<F16>(st.o[2 * j], p, b[0], b[1]);
+            gqa_mma<F16>(st.o[2 * j + 1], p, b[2], b[3]);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -393,22 +398,24 @@ static __device__ __forceinline__ float gqa_inverse(float power_of_two)
     return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
 }
 
-/* N16 * 16 tokens. k, v: gqa_k_at(), gqa_v_at() of the first token. ks, vs: the tokens' scales (FP8). c: by which
- * scores are multiplied (to the base 2), of rows g and g + 8. MASKED: tokens below bound[row] count; keep: bit set of
- * the tokens whose V may be used, those of the largest bound in the warp or fewer. */
-template <int D, bool FP8, int N16, bool MASKED>
+/* N16 * 16 tokens. WIDE: FP8 whose values are f16 in shared memory, in rows as of BF16. k, v: gqa_k_at(), gqa_v_at() of
+ * the first token. ks, vs: the tokens' scales (FP8). c: by which scores are multiplied (to the base 2), of rows g and g
+ * + 8. MASKED: tokens below bound[row] count; keep: bit set of the tokens whose V may be used, those of the largest
+ * bound in the warp or fewer. */
+template <int D, bool FP8, int N16, bool MASKED, bool WIDE = false>
 static __device__ __forceinline__ void gqa_tile(gqa_state<D> &st, const uint32_t (&q)[D / 16][4], uint32_t k,
                                                 uint32_t v, const float *ks, const float *vs, const float (&c)[2],
                                                 const int (&bound)[2], uint64_t keep, uint32_t lane)
 {
-    constexpr uint32_t step = 16 * (FP8 ? D : 2 * D);
+    constexpr bool bytes = FP8 && !WIDE;
+    constexpr uint32_t step = 16 * (bytes ? D : 2 * D);
     const int first = (int)(lane & 3) * 2;
     float s[2 * N16][4];
     float2 sv[FP8 ? 2 * N16 : 1];
     float top[2] = {-INFINITY, -INFINITY}, vtop[2] = {0, 0};
 #pragma unroll
     for (int n = 0; n < N16; n++)
-        gqa_scores<D, FP8, N16 == 1>(s[2 * n], s[2 * n + 1], q, k + (uint32_t)n * step);
+        gqa_scores<D, bytes, FP8, N16 == 1>(s[2 * n], s[2 * n + 1], q, k + (uint32_t)n * step);
 #pragma unroll
     for (int n = 0; n < 2 * N16; n++) {
         float2 sk = {1, 1};
@@ -484,15 +491,15 @@ static __device__ __forceinline__ void gqa_tile(gqa_state<D> &st, const uint32_t
                 (h ? mask1 : mask0) = mask;
             }
         }
-        gqa_values<D, FP8, MASKED>(st, p, v + (uint32_t)n * step, mask0, mask1);
+        gqa_values<D, bytes, FP8, MASKED>(st, p, v + (uint32_t)n * step, mask0, mask1);
     }
     st.l[0] += sum[0];
     st.l[1] += sum[1];
 }
 
-/* Queries for FP8: f16, columns permuted, rows g and g + 8 multiplied by a power of two that brings their largest value
- * to 1..2; c is divided by it. load(row, column) gives two bf16 values (row 0: g, 1: g + 8). */
-template <int D, typename Load>
+/* Queries for FP8: f16, columns permuted (if K is BYTES), rows g and g + 8 multiplied by a power of two that brings
+ * their largest value to 1..2; c is divided by it. load(row, column) gives two bf16 values (row 0: g, 1: g + 8). */
+template <int D, bool BYTES, typename Load>
 static __device__ __forceinline__ void gqa_load_q_fp8(uint32_t (&q)[D / 16][4], float (&c)[2], uint32_t lane, Load load)
 {
     float top[2] = {0, 0};
@@ -500,7 +507,8 @@ static __device__ __forceinline__ void gqa_load_q_fp8(uint32_t (&q)[D / 16][4], 
     for (int ks = 0; ks < D / 16; ks++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            q[ks][i] = load(i & 1, 16 * ks + 4 * (int)(lane & 3) + (i >> 1) * 2);
+            q[ks][i] = load(
+                i & 1, 16 * ks + (BYTES ? 4 * (int)(lane & 3) + (i >> 1) * 2 : 2 * (int)(lane & 3) + (i >> 1) * 8));
             float2 x = __bfloat1622float2(*(__nv_bfloat162 *)&q[ks][i]);
             top[i & 1] = fmaxf(top[i & 1], fmaxf(fabsf(x.x), fabsf(x.y)));
         }

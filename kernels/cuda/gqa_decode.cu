@@ -6,21 +6,24 @@
  * (about 128 items for one sequence, 4 pages at least), so the bits of a row do too. Blocks stay and take items by
  * ticket. The last block to finish a split of a (sequence, KV head) merges them all, in order.
  *
- * Warps: 0..7 compute, 8 loads. A stage of the ring holds a page's block of one KV head in BF16, two pages in FP8. A
- * computing warp takes 16 tokens of a stage (BF16: warps 0..3 the even pages of the item, 4..7 the odd ones) with a
- * softmax of its own; the eight are put together at the end of the item.
+ * Warps: 0..7 compute, 8 loads, 9..11 finish. A stage of the ring holds a page's block of one KV head in BF16, two
+ * pages in FP8. A computing warp takes 32 tokens of a stage with a softmax of its own: in BF16 warps 2i and 2i + 1 the
+ * stages i, i + 4, ... of the item, in FP8 warps 0..3 the even stages and 4..7 the odd ones. At the item's end each
+ * drops its state in shared memory and goes on; the finishing warps put the eight together, write them and merge,
+ * beside the next item: waiting for memory fences and tickets there took 4 us an item.
  *
  * Barriers: full[stage] <- the loader's copies; empty[stage] <- 8, one of each computing warp, even if it used nothing
- * (otherwise it could miss a phase). q_full/q_empty[2] the same for the item and its queries.
+ * (otherwise it could miss a phase). q_full/q_empty[2] the same for the item and its queries. dropped <- 8 computing
+ * warps, taken <- 3 finishing ones.
  *
- * Shared memory: stages | queries [2][16][D + 8] bf16 | sums [4][16][D + 8] f32 | states of warps | items | barriers |
+ * Shared memory: stages | queries [2][16][D + 8] bf16, states, items, barriers | dropped O [8][heads][D + 8] f32 |
  * first items of the sequences.
  *
  * Floor: bytes of K and V (and scales) of all tokens at 4.65 TB/s. What was reached: kernels/README.md.
  */
 #include "kernels/cuda/gqa.cuh"
 
-enum { THREADS = 32 * (GQA_WARPS + 1), MATH_THREADS = 32 * GQA_WARPS };
+enum { FINISH_WARPS = 3, FINISH_THREADS = 32 * FINISH_WARPS, THREADS = 32 * (GQA_WARPS + 1 + FINISH_WARPS) };
 enum { SPLIT_PAGES = 4 /* fewest in a split */, MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
 
 struct item {
@@ -34,23 +37,23 @@ template <int D> struct shared {
     static constexpr uint32_t stage_bytes = gqa_tile_bytes<D>(false) > 2 * gqa_tile_bytes<D>(true)
                                                 ? gqa_tile_bytes<D>(false)
                                                 : 2 * gqa_tile_bytes<D>(true);
-    static constexpr uint32_t q_row = D + 8, sum_row = D + 8; /* values: padded against bank conflicts */
-    __nv_bfloat16 q[2][GQA_ROWS][q_row];
-    float sum[4][GQA_ROWS][sum_row];
-    float m[GQA_WARPS][GQA_ROWS], l[GQA_WARPS][GQA_ROWS];
+    static constexpr uint32_t row = D + 8; /* values: padded against bank conflicts */
+    __nv_bfloat16 q[2][GQA_ROWS][row];
+    float m[GQA_WARPS][GQA_ROWS], l[GQA_WARPS][GQA_ROWS]; /* dropped with O */
+    struct item item[2], done;
+    float weight[GQA_ROWS][MAX_SPLITS]; /* of warps, later of splits */
     float total_m[GQA_ROWS], total_l[GQA_ROWS];
-    struct item item[2];
-    uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[2], q_empty[2];
+    uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[2], q_empty[2], dropped, taken;
     uint32_t last;
 };
 
 /* Pages of a split and number of splits for a sequence of n pages. */
-static __host__ __device__ __forceinline__ uint32_t split_pages(uint32_t n, uint32_t items_per_split)
+static __host__ __device__ __forceinline__ uint32_t split_pages(uint32_t n, uint32_t items_per_split, uint32_t fewest)
 {
     uint32_t pages = (n * items_per_split + SPLIT_ITEMS - 1) / SPLIT_ITEMS;
     uint32_t least = (n + MAX_SPLITS - 1) / MAX_SPLITS;
     pages = pages < least ? least : pages;
-    pages = pages < SPLIT_PAGES ? (uint32_t)SPLIT_PAGES : pages;
+    pages = pages < fewest ? fewest : pages;
     return (pages + 1) & ~1u;
 }
 
@@ -65,7 +68,7 @@ static __device__ void count_items(const gqa_args &a, uint32_t n_seqs, uint32_t 
 {
     uint32_t per_split = a.n_kv_heads * a.head_blocks;
     for (uint32_t s = threadIdx.x; s < n_seqs; s += THREADS) {
-        uint32_t n = sequence_pages(a, s), pages = split_pages(n, per_split);
+        uint32_t n = sequence_pages(a, s), pages = split_pages(n, per_split, a.split_pages);
         first[s + 1] = (n ? (n + pages - 1) / pages : 1) * per_split;
     }
     if (threadIdx.x == 0)
@@ -99,7 +102,7 @@ static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, cons
             hi = mid;
     }
     uint32_t per_split = a.n_kv_heads * a.head_blocks, local = index - first[lo];
-    uint32_t n = sequence_pages(a, lo), pages = split_pages(n, per_split), part = local % per_split;
+    uint32_t n = sequence_pages(a, lo), pages = split_pages(n, per_split, a.split_pages), part = local % per_split;
     uint32_t block = part % a.head_blocks;
     struct item it;
     it.seq = (int32_t)lo;
@@ -117,36 +120,60 @@ static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, cons
     return it;
 }
 
-/* The loading warp. */
+/* An item's page ids, those of its pages `from`.. in the lanes. */
+static __device__ __forceinline__ uint32_t page_ids(const gqa_args &a, const struct item &it, int from, uint32_t lane)
+{
+    const uint32_t *page = a.step.page + a.step.page_start[it.seq] + it.first_page;
+    return from + (int)lane < it.n_pages ? page[from + (int)lane] : 0;
+}
+
+/* The loading warp. The next item and its page ids are fetched before the stages of the current one. */
 template <int D>
 static __device__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *stages, const uint32_t *first,
                             uint32_t n_seqs, uint32_t lane)
 {
     struct gqa_ring ring = {0, 0}, slot = {0, 0};
-    uint32_t n_items = first[n_seqs];
-    for (uint32_t index = blockIdx.x; index < n_items;) {
-        uint32_t ticket = 0;
+    const uint32_t n_items = first[n_seqs];
+    uint32_t index = blockIdx.x, next = 0, ticket = 0, next_ids = 0;
+    struct item it, next_item;
+    if (index < n_items) {
         if (lane == 0)
             ticket = atomicAdd(a.counters, 1);
-        struct item it = find_item(a, n_seqs, first, index);
-        const uint32_t *page = a.step.page + a.step.page_start[it.seq] + it.first_page;
-        uint32_t q_bar = gqa_smem(&sh.q_full[slot.stage]), bytes = (uint32_t)it.n_heads * D * 2;
+        next_item = find_item(a, n_seqs, first, index);
+        next_ids = page_ids(a, next_item, 0, lane);
+    }
+    for (; index < n_items; index = next) {
+        it = next_item;
+        uint32_t ids = next_ids, q_bar = gqa_smem(&sh.q_full[slot.stage]);
         gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
         if (lane == 0) {
             sh.item[slot.stage] = it;
             gqa_arrive(q_bar);
         }
-        gqa_copy_begin(q_bar, bytes, lane);
+        gqa_copy_begin(q_bar, (uint32_t)it.n_heads * D * 2, lane);
         const __nv_bfloat16 *q = a.q + (size_t)it.seq * a.q_stride + (size_t)it.head * D;
         for (int h = 0; h < it.n_heads; h++)
             gqa_copy(gqa_smem(&sh.q[slot.stage][h][0]), q + h * D, D * 2, q_bar, lane, (uint32_t)h);
         gqa_copy_end(q_bar);
         gqa_next(slot, 2);
 
-        uint32_t ids = 0;
-        for (int t = 0; t < it.n_pages; t += it.fp8 ? 2 : 1) {
-            if (t % 32 == 0)
-                ids = t + (int)lane < it.n_pages ? page[t + (int)lane] : 0;
+        for (int t = 0; t < it.n_pages || t == 0; t += it.fp8 ? 2 : 1) {
+            if (t == (it.n_pages > 2 ? 2 : 0)) { /* the ticket has come by now */
+                if (lane == 0 &&
+                    ticket == n_items - 1) /* blocks with an item fetch until they get none: n_items in all */
+                    *a.counters = 0;
+                next = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
+                if (next < n_items) {
+                    if (lane == 0)
+                        ticket = atomicAdd(a.counters, 1);
+                    next_item = find_item(a, n_seqs, first, next);
+                    next_ids = page_ids(a, next_item, 0, lane);
+                }
+            }
+            if (it.n_pages <= 0)
+                break;
+            if (t && t % 32 == 0)
+                ids = page_ids(a, it, t, lane);
             uint32_t bar = gqa_smem(&sh.full[ring.stage]);
             uint32_t dst = gqa_smem(stages + ring.stage * shared<D>::stage_bytes);
             bool two = it.fp8 && t + 1 < it.n_pages;
@@ -159,9 +186,6 @@ static __device__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *sta
             gqa_copy_end(bar);
             gqa_next(ring, a.n_stages);
         }
-        if (lane == 0 && ticket == n_items - 1) /* blocks that have an item fetch until they get none: n_items in all */
-            *a.counters = 0;
-        index = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
     }
     uint32_t q_bar = gqa_smem(&sh.q_full[slot.stage]);
     gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
@@ -173,15 +197,13 @@ static __device__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *sta
     gqa_copy_end(q_bar);
 }
 
-static __device__ __forceinline__ void math_barrier()
-{
-    asm volatile("bar.sync 1, %0;" ::"r"((int)MATH_THREADS) : "memory");
-}
+/* ---- The computing warps ---- */
 
 /* A warp's part of an item's stages. */
 template <int D, bool FP8>
-static __device__ void attend(const gqa_args &a, shared<D> &sh, const uint8_t *stages, const struct item &it,
-                              uint32_t slot, struct gqa_ring &ring, gqa_state<D> &st, uint32_t warp, uint32_t lane)
+static __device__ __forceinline__ void attend(const gqa_args &a, shared<D> &sh, const uint8_t *stages,
+                                              const struct item &it, uint32_t slot, struct gqa_ring &ring,
+                                              gqa_state<D> &st, uint32_t warp, uint32_t lane)
 {
     constexpr uint32_t row = FP8 ? D : 2 * D;
     uint32_t q[D / 16][4];
@@ -191,29 +213,28 @@ static __device__ void attend(const gqa_args &a, shared<D> &sh, const uint8_t *s
         return h < it.n_heads ? *(const uint32_t *)&sh.q[slot][h][column] : 0;
     };
     if (FP8)
-        gqa_load_q_fp8<D>(q, c, lane, load);
+        gqa_load_q_fp8<D, true>(q, c, lane, load);
     else
         gqa_load_q_bf16<D>(q, lane, load);
     __syncwarp();
     if (lane == 0)
         gqa_arrive(gqa_smem(&sh.q_empty[slot]));
 
-    const uint32_t half = warp >> 2, token = (warp & 3) * 16;
-    const uint32_t tile = FP8 ? half * gqa_tile_bytes<D>(true) : 0;
-    for (int t = 0; t < it.n_pages; t += FP8 ? 2 : 1) {
+    const uint32_t token = (warp & 1) * 32, tile = FP8 ? (warp >> 1 & 1) * gqa_tile_bytes<D>(true) : 0;
+    for (int t = 0, i = 0; t < it.n_pages; t += FP8 ? 2 : 1, i++) {
         gqa_wait(gqa_smem(&sh.full[ring.stage]), ring.phase);
-        int page = FP8 ? t + (int)half : t;
-        if (page < it.n_pages && (FP8 || (uint32_t)(t & 1) == half)) {
-            int n = it.len - (it.first_page + page) * GQA_PAGE - (int)token;
+        const int page = FP8 ? t + (int)(warp >> 1 & 1) : t;
+        if (page < it.n_pages && (FP8 ? (uint32_t)(i & 1) == warp >> 2 : (uint32_t)(i & 3) == warp >> 1)) {
+            const int n = it.len - (it.first_page + page) * GQA_PAGE - (int)token;
             const uint8_t *at = stages + ring.stage * shared<D>::stage_bytes + tile;
             uint32_t k = gqa_k_at<D, FP8>(gqa_smem(at) + token * row, lane);
             uint32_t v = gqa_v_at<D, FP8>(gqa_smem(at) + (GQA_PAGE + token) * row, lane);
             const float *ks = (const float *)(at + 2 * GQA_PAGE * row) + token, *vs = ks + GQA_PAGE;
             int bound[2] = {n, n};
-            if (n >= 16)
-                gqa_tile<D, FP8, 1, false>(st, q, k, v, ks, vs, c, bound, 0xffff, lane);
+            if (n >= 32)
+                gqa_tile<D, FP8, 2, false>(st, q, k, v, ks, vs, c, bound, 0xffffffff, lane);
             else if (n > 0)
-                gqa_tile<D, FP8, 1, true>(st, q, k, v, ks, vs, c, bound, (1u << n) - 1, lane);
+                gqa_tile<D, FP8, 2, true>(st, q, k, v, ks, vs, c, bound, (1u << n) - 1, lane);
         }
         __syncwarp();
         if (lane == 0)
@@ -222,72 +243,88 @@ static __device__ void attend(const gqa_args &a, shared<D> &sh, const uint8_t *s
     }
 }
 
-/* Puts the eight warps' states together: sh.sum's four layers add up to the item's O, relative to sh.total_m. */
+/* A warp leaves its state for the finishing warps. dropped_o: [8][n_heads][row]. */
 template <int D, bool FP8>
-static __device__ void gather(shared<D> &sh, const struct item &it, gqa_state<D> &st, uint32_t warp, uint32_t lane)
+static __device__ __forceinline__ void drop(shared<D> &sh, float *dropped_o, const struct item &it, gqa_state<D> &st,
+                                            uint32_t warp, uint32_t lane)
 {
     const int g = (int)(lane >> 2), quad = (int)(lane & 3);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+        const int h = g + 8 * r;
         float l = gqa_quad_sum(st.l[r]);
+        if (h >= it.n_heads)
+            continue;
         if (quad == 0) {
-            sh.m[warp][g + 8 * r] = st.m[r];
-            sh.l[warp][g + 8 * r] = l;
+            sh.m[warp][h] = st.m[r];
+            sh.l[warp][h] = l;
+        }
+        float *to = dropped_o + ((size_t)warp * it.n_heads + h) * shared<D>::row;
+        const float f = FP8 ? gqa_inverse(st.fi[r]) : 1;
+#pragma unroll
+        for (int i = 0; i < (FP8 ? D / 16 : D / 8); i++) {
+            if (FP8)
+                *(float4 *)(to + 16 * i + 4 * quad) =
+                    make_float4(st.o[2 * i][2 * r] * f, st.o[2 * i + 1][2 * r] * f, st.o[2 * i][2 * r + 1] * f,
+                                st.o[2 * i + 1][2 * r + 1] * f);
+            else
+                *(float2 *)(to + 8 * i + 2 * quad) = make_float2(st.o[i][2 * r], st.o[i][2 * r + 1]);
         }
     }
-    math_barrier();
-    float factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int h = g + 8 * r;
-        float top = -INFINITY, sum = 0;
-        for (int w = 0; w < GQA_WARPS; w++)
-            top = fmaxf(top, sh.m[w][h]);
-        float base = top == -INFINITY ? 0 : top;
-        for (int w = 0; w < GQA_WARPS; w++)
-            sum += sh.l[w][h] * gqa_exp2(sh.m[w][h] - base);
-        factor[r] = gqa_exp2(st.m[r] - base) * (FP8 ? gqa_inverse(st.fi[r]) : 1);
-        if (warp == 0 && quad == 0) {
-            sh.total_m[h] = base;
-            sh.total_l[h] = sum;
+}
+
+template <int D>
+static __device__ __forceinline__ void compute(const gqa_args &a, shared<D> &sh, const uint8_t *stages,
+                                               float *dropped_o, uint32_t warp, uint32_t lane)
+{
+    struct gqa_ring ring = {0, 0}, slot = {0, 0};
+    uint32_t phase = 1; /* of `taken` */
+    gqa_state<D> st;
+    for (;; phase ^= 1) {
+        gqa_wait(gqa_smem(&sh.q_full[slot.stage]), slot.phase);
+        const struct item it = sh.item[slot.stage];
+        if (it.seq >= 0) {
+            gqa_start(st);
+            if (it.fp8)
+                attend<D, true>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
+            else
+                attend<D, false>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
         }
-    }
-    for (int pass = 0; pass < 2; pass++) {
-        if ((warp < 4) == (pass == 1)) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                if (g + 8 * r >= it.n_heads)
-                    continue;
-                float *to = sh.sum[warp & 3][g + 8 * r];
-#pragma unroll
-                for (int i = 0; i < (FP8 ? D / 16 : D / 8); i++) {
-                    if (FP8) {
-                        float4 *at = (float4 *)(to + 16 * i + 4 * quad);
-                        float4 x = pass ? *at : make_float4(0, 0, 0, 0);
-                        x.x += st.o[2 * i][2 * r] * factor[r];
-                        x.y += st.o[2 * i + 1][2 * r] * factor[r];
-                        x.z += st.o[2 * i][2 * r + 1] * factor[r];
-                        x.w += st.o[2 * i + 1][2 * r + 1] * factor[r];
-                        *at = x;
-                    } else {
-                        float2 *at = (float2 *)(to + 8 * i + 2 * quad);
-                        float2 x = pass ? *at : make_float2(0, 0);
-                        x.x += st.o[i][2 * r] * factor[r];
-                        x.y += st.o[i][2 * r + 1] * factor[r];
-                        *at = x;
-                    }
-                }
-            }
+        gqa_next(slot, 2);
+        gqa_wait(gqa_smem(&sh.taken), phase);
+        if (it.seq >= 0) {
+            if (it.fp8)
+                drop<D, true>(sh, dropped_o, it, st, warp, lane);
+            else
+                drop<D, false>(sh, dropped_o, it, st, warp, lane);
         }
-        math_barrier();
+        if (warp == 0 && lane == 0)
+            sh.done = it;
+        __syncwarp();
+        if (lane == 0)
+            gqa_arrive(gqa_smem(&sh.dropped));
+        if (it.seq < 0)
+            return;
     }
+}
+
+/* ---- The finishing warps ---- */
+
+static __device__ __forceinline__ void finish_barrier()
+{
+    asm volatile("bar.sync 1, %0;" ::"r"((int)FINISH_THREADS) : "memory");
 }
 
 /* Where the partial result of an item lies: O [heads][D], then maxima [heads] and sums [heads]. */
 template <int D> static __device__ __forceinline__ float *partial_at(const gqa_args &a, uint32_t slot)
 {
     uint32_t heads = min((uint32_t)GQA_ROWS, a.group);
-    return a.partial + (size_t)slot * heads * (D + 2);
+    return a.partial + (size_t)slot * heads * (D + 4); /* whole 16 bytes */
+}
+
+static __device__ __forceinline__ void put_out(__nv_bfloat16 *to, float4 x, float f)
+{
+    *(uint2 *)to = make_uint2(gqa_pack<false>(x.x * f, x.y * f), gqa_pack<false>(x.z * f, x.w * f));
 }
 
 /* Merges the splits of the item's (sequence, KV head), in order: all are written. */
@@ -295,9 +332,8 @@ template <int D> static __device__ void merge(const gqa_args &a, shared<D> &sh, 
 {
     const uint32_t heads = min((uint32_t)GQA_ROWS, a.group), warp = thread / 32, lane = thread % 32;
     const uint32_t per_split = a.n_kv_heads * a.head_blocks, slot0 = it.slot - (uint32_t)it.split * per_split;
-    float *weight = &sh.sum[0][0][0]; /* [head][MAX_SPLITS] */
     const uint32_t n = (uint32_t)it.n_splits;
-    for (uint32_t h = warp; h < (uint32_t)it.n_heads; h += GQA_WARPS) {
+    for (uint32_t h = warp; h < (uint32_t)it.n_heads; h += FINISH_WARPS) {
         float m[2], l[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -313,74 +349,109 @@ template <int D> static __device__ void merge(const gqa_args &a, shared<D> &sh, 
         float sum = l[0] * w[0] + l[1] * w[1];
         for (int d = 16; d; d /= 2)
             sum += __shfl_xor_sync(0xffffffff, sum, d);
-        weight[h * MAX_SPLITS + lane] = w[0] / sum;
-        weight[h * MAX_SPLITS + lane + 32] = w[1] / sum;
+        sh.weight[h][lane] = w[0] / sum;
+        sh.weight[h][lane + 32] = w[1] / sum;
     }
-    math_barrier();
-    for (uint32_t e = thread; e < (uint32_t)it.n_heads * D / 2; e += MATH_THREADS) {
-        uint32_t h = e / (D / 2), d = e % (D / 2) * 2;
-        const float *at = partial_at<D>(a, slot0) + h * D + d, *w = weight + h * MAX_SPLITS;
-        size_t stride = (size_t)per_split * heads * (D + 2);
-        float2 sum = {0, 0};
+    finish_barrier();
+    const size_t stride = (size_t)per_split * heads * (D + 4);
+    for (uint32_t e = thread; e < (uint32_t)it.n_heads * D / 4; e += FINISH_THREADS) {
+        uint32_t h = e / (D / 4), d = e % (D / 4) * 4;
+        const float *at = partial_at<D>(a, slot0) + h * D + d, *w = sh.weight[h];
+        float4 sum = {0, 0, 0, 0};
 #pragma unroll 8
         for (uint32_t s = 0; s < n; s++) {
-            float2 x = __ldcg((const float2 *)(at + s * stride));
+            float4 x = __ldcg((const float4 *)(at + s * stride));
             sum.x += x.x * w[s];
             sum.y += x.y * w[s];
+            sum.z += x.z * w[s];
+            sum.w += x.w * w[s];
         }
-        *(__nv_bfloat162 *)(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d) =
-            __floats2bfloat162_rn(sum.x, sum.y);
+        put_out(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d, sum, 1);
     }
 }
 
-/* Writes what gather() left: the result, or a split's part of it. */
-template <int D> static __device__ void finish(const gqa_args &a, shared<D> &sh, const struct item &it, uint32_t thread)
+/* Adds up what the eight warps dropped and writes it: the result, or a split's part of it. */
+template <int D>
+static __device__ void put(const gqa_args &a, shared<D> &sh, const float *dropped_o, const struct item &it,
+                           uint32_t thread)
 {
-    const uint32_t heads = min((uint32_t)GQA_ROWS, a.group);
-    bool whole = it.n_splits == 1, none = it.n_pages <= 0;
+    const uint32_t heads = min((uint32_t)GQA_ROWS, a.group), n_heads = (uint32_t)it.n_heads;
+    const bool whole = it.n_splits == 1, none = it.n_pages <= 0;
     float *part = partial_at<D>(a, it.slot);
-    for (uint32_t e = thread; e < (uint32_t)it.n_heads * D / 2; e += MATH_THREADS) {
-        uint32_t h = e / (D / 2), d = e % (D / 2) * 2;
-        float2 x = {0, 0};
-        for (int i = 0; i < 4 && !none; i++) {
-            float2 y = *(const float2 *)&sh.sum[i][h][d];
-            x.x += y.x;
-            x.y += y.y;
+    if (thread < n_heads) {
+        float top = -INFINITY, sum = 0;
+        for (int w = 0; w < GQA_WARPS; w++)
+            top = fmaxf(top, sh.m[w][thread]);
+        top = top == -INFINITY ? 0 : top;
+        for (int w = 0; w < GQA_WARPS; w++) {
+            float f = gqa_exp2(sh.m[w][thread] - top);
+            sum += sh.l[w][thread] * f;
+            sh.weight[thread][w] = f;
         }
-        if (whole) {
-            float inverse = none ? 0 : 1 / sh.total_l[h];
-            *(__nv_bfloat162 *)(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d) =
-                __floats2bfloat162_rn(x.x * inverse, x.y * inverse);
-        } else {
-            __stcg((float2 *)(part + h * D + d), x);
+        sh.total_l[thread] = sum;
+        if (!whole) {
+            __stcg(part + heads * D + thread, top);
+            __stcg(part + heads * (D + 1) + thread, sum);
         }
     }
-    if (whole)
-        return;
-    if (thread < (uint32_t)it.n_heads) {
-        __stcg(part + heads * D + thread, sh.total_m[thread]);
-        __stcg(part + heads * (D + 1) + thread, sh.total_l[thread]);
+    finish_barrier();
+    for (uint32_t e = thread; e < n_heads * D / 4; e += FINISH_THREADS) {
+        uint32_t h = e / (D / 4), d = e % (D / 4) * 4;
+        float4 x = {0, 0, 0, 0};
+#pragma unroll
+        for (uint32_t w = 0; w < GQA_WARPS; w++) {
+            float4 y = *(const float4 *)(dropped_o + ((size_t)w * n_heads + h) * shared<D>::row + d);
+            float f = sh.weight[h][w];
+            x.x += y.x * f;
+            x.y += y.y * f;
+            x.z += y.z * f;
+            x.w += y.w * f;
+        }
+        if (whole)
+            put_out(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d,
+                    none ? make_float4(0, 0, 0, 0) : x, none ? 0 : 1 / sh.total_l[h]);
+        else
+            __stcg((float4 *)(part + h * D + d), x);
     }
-    __threadfence();
-    math_barrier();
-    if (thread == 0) {
-        uint32_t before = atomicAdd(a.counters + it.counter, 1);
-        sh.last = before == (uint32_t)it.n_splits - 1;
-        if (sh.last)
-            a.counters[it.counter] = 0;
-        __threadfence();
-    }
-    math_barrier();
-    if (sh.last)
-        merge<D>(a, sh, it, thread);
 }
 
-template <int D> static __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ gqa_args a)
+template <int D>
+static __device__ __forceinline__ void finish(const gqa_args &a, shared<D> &sh, const float *dropped_o, uint32_t thread)
+{
+    for (uint32_t phase = 0;; phase ^= 1) {
+        gqa_wait(gqa_smem(&sh.dropped), phase);
+        const struct item it = sh.done;
+        if (it.seq < 0)
+            return;
+        put<D>(a, sh, dropped_o, it, thread);
+        __syncwarp();
+        if (thread % 32 == 0)
+            gqa_arrive(gqa_smem(&sh.taken));
+        if (it.n_splits > 1) {
+            __threadfence();
+            finish_barrier();
+            if (thread == 0) {
+                uint32_t before = atomicAdd(a.counters + it.counter, 1);
+                sh.last = before == (uint32_t)it.n_splits - 1;
+                if (sh.last)
+                    a.counters[it.counter] = 0;
+                __threadfence();
+            }
+            finish_barrier();
+            if (sh.last)
+                merge<D>(a, sh, it, thread);
+        }
+        finish_barrier(); /* before the weights are those of the next item */
+    }
+}
+
+template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode(const __grid_constant__ gqa_args a)
 {
     extern __shared__ uint8_t raw[];
     uint8_t *stages = (uint8_t *)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
     shared<D> &sh = *(shared<D> *)(stages + a.n_stages * shared<D>::stage_bytes);
-    uint32_t *first = (uint32_t *)(&sh + 1);
+    float *dropped_o = (float *)(((uintptr_t)(&sh + 1) + 15) & ~(uintptr_t)15);
+    uint32_t *first = (uint32_t *)(dropped_o + GQA_WARPS * min((uint32_t)GQA_ROWS, a.group) * shared<D>::row);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < a.n_stages; i++) {
@@ -391,68 +462,54 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) decode(con
             gqa_bar_init(gqa_smem(&sh.q_full[i]), GQA_COPY_ARRIVALS + 1);
             gqa_bar_init(gqa_smem(&sh.q_empty[i]), GQA_WARPS);
         }
+        gqa_bar_init(gqa_smem(&sh.dropped), GQA_WARPS);
+        gqa_bar_init(gqa_smem(&sh.taken), FINISH_WARPS);
         gqa_bar_init_done();
     }
     dn_wait_previous();
     dn_start_next();
     const uint32_t n_seqs = a.step.count[DN_COUNT_SEQS];
     count_items(a, n_seqs, first); /* and makes the barriers visible */
-    if (warp == GQA_WARPS) {
-        load<D>(a, sh, stages, first, n_seqs, lane);
-        return;
-    }
-    struct gqa_ring ring = {0, 0}, slot = {0, 0};
-    gqa_state<D> st;
-    for (;;) {
-        gqa_wait(gqa_smem(&sh.q_full[slot.stage]), slot.phase);
-        struct item it = sh.item[slot.stage];
-        if (it.seq < 0)
-            return;
-        gqa_start(st);
-        if (it.fp8)
-            attend<D, true>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
+    if (warp < GQA_WARPS) {
+        gqa_registers_up<216>();
+        compute<D>(a, sh, stages, dropped_o, warp, lane);
+    } else {
+        gqa_registers_down<72>();
+        if (warp == GQA_WARPS)
+            load<D>(a, sh, stages, first, n_seqs, lane);
         else
-            attend<D, false>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
-        gqa_next(slot, 2);
-        if (it.fp8)
-            gather<D, true>(sh, it, st, warp, lane);
-        else
-            gather<D, false>(sh, it, st, warp, lane);
-        finish<D>(a, sh, it, threadIdx.x);
+            finish<D>(a, sh, dropped_o, threadIdx.x - 32 * (GQA_WARPS + 1));
     }
 }
 
-template <int D> static void launch(struct dn_cuda *c, struct gqa_args a, size_t bytes)
+template <int D> static bool launch(struct dn_cuda *c, struct gqa_args a, size_t bytes)
 {
-    size_t fixed = 1024 + sizeof(shared<D>) + ((size_t)c->n_seqs + 1) * sizeof(uint32_t);
-    if (fixed + 2 * shared<D>::stage_bytes > c->shared_bytes) {
-        dn_cuda_failed(c, cudaErrorInvalidConfiguration, "attention: too many sequences in a step");
-        return;
-    }
+    uint32_t heads = a.group < GQA_ROWS ? a.group : (uint32_t)GQA_ROWS;
+    size_t fixed = 1024 + sizeof(shared<D>) + 16 + GQA_WARPS * heads * shared<D>::row * sizeof(float) +
+                   ((size_t)c->n_seqs + 1) * sizeof(uint32_t);
+    if (fixed + 2 * shared<D>::stage_bytes > c->shared_bytes)
+        return false;
     size_t n_stages = (c->shared_bytes - fixed) / shared<D>::stage_bytes;
     a.n_stages = (uint32_t)(n_stages > 12 ? 12 : n_stages);
     a.partial = (float *)dn_cuda_workspace(c, bytes);
-    dn_launch(c, "attention", decode<D>, dim3((unsigned)c->n_sms), dim3(THREADS),
+    dn_launch(c, "attention", gqa_decode<D>, dim3((unsigned)c->n_sms), dim3(THREADS),
               fixed + a.n_stages * shared<D>::stage_bytes, a);
+    return true;
 }
 
-void dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_args a)
+bool dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_args a)
 {
     uint32_t per_split = a.n_kv_heads * a.head_blocks;
-    if ((uint64_t)c->n_seqs * per_split + 1 > DN_CUDA_COUNTERS) {
-        dn_cuda_failed(c, cudaErrorInvalidConfiguration, "attention: too many sequences and KV heads in a step");
-        return;
-    }
-    /* Items at most: a sequence of n pages has n / 4 + 1 splits or fewer, and 128 / per_split + 1, or n / (n / 64). */
-    uint64_t by_pages = (uint64_t)c->conf.limits.pages / SPLIT_PAGES + c->n_seqs;
+    if ((uint64_t)c->n_seqs * per_split + 1 > DN_CUDA_COUNTERS)
+        return false;
+    a.split_pages = p->head_dim == 128 ? SPLIT_PAGES : 2 * SPLIT_PAGES;
+    /* A sequence of n pages has at most n / split_pages + 1 splits, 128 / per_split + 1, and 64. */
+    uint64_t by_pages = (uint64_t)c->conf.limits.pages / a.split_pages + c->n_seqs;
     uint64_t most = SPLIT_ITEMS / per_split + 1;
     most = most < MAX_SPLITS ? most : MAX_SPLITS;
     uint64_t splits = c->n_seqs * most < by_pages ? c->n_seqs * most : by_pages;
     uint32_t heads = a.group < GQA_ROWS ? a.group : (uint32_t)GQA_ROWS;
-    size_t bytes = (size_t)splits * per_split * heads * (p->head_dim + 2) * sizeof(float);
+    size_t bytes = (size_t)splits * per_split * heads * (p->head_dim + 4) * sizeof(float);
     a.counters = c->counters;
-    if (p->head_dim == 128)
-        launch<128>(c, a, bytes);
-    else
-        launch<64>(c, a, bytes);
+    return p->head_dim == 128 ? launch<128>(c, a, bytes) : launch<64>(c, a, bytes);
 }

@@ -12,7 +12,7 @@
  *
  * Shared memory: stages | barriers. Floor: tensor pipe, 4 * D FLOP a (row, token); mma.sync reaches 66 % of it.
  *
- * attend_simple: other head sizes; a block for each (token, head), a warp for every fourth token. Correct, not fast.
+ * gqa_simple: other head sizes; a block for each (token, head), a warp for every fourth token. Correct, not fast.
  */
 #include "kernels/cuda/gqa.cuh"
 
@@ -22,9 +22,18 @@ enum {
     SIMPLE_WARPS = 4
 };
 
+/* FP8: pages arrive in a ring of their own (bytes_*), and warps 9..11 turn them to f16 in the stages that BF16 uses. */
 struct bars {
     uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES];
+    uint64_t bytes_full[GQA_MAX_STAGES], bytes_empty[GQA_MAX_STAGES];
 };
+enum { WIDE_WARPS = 3, WIDE_STAGES = 3, SCALES = 2 * GQA_PAGE * 4 /* bytes, after a wide stage's V */ };
+
+/* Stages: in BF16 n_stages of a page, in FP8 WIDE_STAGES in f16 with the scales, then n_stages of bytes. */
+template <int D> static __host__ __device__ constexpr uint32_t wide_bytes()
+{
+    return gqa_tile_bytes<D>(false) + SCALES;
+}
 
 /* A block's share: tokens of a sequence. */
 struct share {
@@ -55,23 +64,57 @@ static __device__ bool find_share(const gqa_args &a, uint32_t block, uint32_t bl
     return true;
 }
 
-template <int D>
+template <int D, bool FP8>
 static __device__ void load(const gqa_args &a, const struct share &w, struct bars &bars, const uint8_t *stages,
-                            uint32_t kv_head, bool fp8, uint32_t lane)
+                            uint32_t kv_head, uint32_t lane)
 {
     struct gqa_ring ring = {0, 0};
+    const uint64_t *full = FP8 ? bars.bytes_full : bars.full, *empty = FP8 ? bars.bytes_empty : bars.empty;
     const uint32_t *page = a.step.page + a.step.page_start[w.seq];
     uint32_t n_pages = (w.end + GQA_PAGE - 1) / GQA_PAGE, ids = 0;
     for (uint32_t t = 0; t < n_pages; t++) {
         if (t % 32 == 0)
             ids = t + lane < n_pages ? page[t + lane] : 0;
-        uint32_t bar = gqa_smem(&bars.full[ring.stage]);
-        gqa_wait(gqa_smem(&bars.empty[ring.stage]), ring.phase ^ 1);
-        gqa_copy_begin(bar, gqa_tile_bytes<D>(fp8), lane);
-        gqa_copy_tile<D>(a, fp8, __shfl_sync(0xffffffff, ids, t % 32), kv_head,
-                         gqa_smem(stages + ring.stage * gqa_tile_bytes<D>(false)), bar, lane, 0);
+        uint32_t bar = gqa_smem(&full[ring.stage]);
+        gqa_wait(gqa_smem(&empty[ring.stage]), ring.phase ^ 1);
+        gqa_copy_begin(bar, gqa_tile_bytes<D>(FP8), lane);
+        gqa_copy_tile<D>(a, FP8, __shfl_sync(0xffffffff, ids, t % 32), kv_head,
+                         gqa_smem(stages + ring.stage * gqa_tile_bytes<D>(FP8)), bar, lane, 0);
         gqa_copy_end(bar);
         gqa_next(ring, a.n_stages);
+    }
+}
+
+/* Turns FP8 pages to f16, each chunk of 16 values to two of 8, in rows as of BF16. thread: of the WIDE_WARPS. */
+template <int D>
+static __device__ void widen(const gqa_args &a, const struct share &w, struct bars &bars, uint8_t *wide,
+                             const uint8_t *bytes, uint32_t thread)
+{
+    struct gqa_ring from = {0, 0}, to = {0, 0};
+    for (uint32_t begin = 0; begin < w.end; begin += GQA_PAGE) {
+        gqa_wait(gqa_smem(&bars.bytes_full[from.stage]), from.phase);
+        gqa_wait(gqa_smem(&bars.empty[to.stage]), to.phase ^ 1);
+        const uint4 *x = (const uint4 *)(bytes + from.stage * gqa_tile_bytes<D>(true));
+        uint8_t *y = wide + to.stage * wide_bytes<D>();
+        constexpr uint32_t chunks = D / 16, n = 2 * GQA_PAGE * chunks; /* K and V lie one after the other in both */
+#pragma unroll 4
+        for (uint32_t i = thread; i < n; i += 32 * WIDE_WARPS) {
+            uint4 v = x[i];
+            uint32_t token = i / chunks, chunk = (i % chunks) ^ gqa_swizzle(chunks, token);
+            uint32_t place = (2 * chunk) ^ gqa_swizzle(2 * chunks, token);
+            uint4 *row = (uint4 *)(y + token * 2 * D);
+            row[place] = make_uint4(gqa_f16(v.x), gqa_f16(v.x >> 16), gqa_f16(v.y), gqa_f16(v.y >> 16));
+            row[place ^ 1] = make_uint4(gqa_f16(v.z), gqa_f16(v.z >> 16), gqa_f16(v.w), gqa_f16(v.w >> 16));
+        }
+        for (uint32_t i = thread; i < SCALES / 16; i += 32 * WIDE_WARPS)
+            ((uint4 *)(y + gqa_tile_bytes<D>(false)))[i] = x[n + i];
+        __syncwarp();
+        if (thread % 32 == 0) {
+            gqa_arrive(gqa_smem(&bars.full[to.stage]));
+            gqa_arrive(gqa_smem(&bars.bytes_empty[from.stage]));
+        }
+        gqa_next(from, a.n_stages);
+        gqa_next(to, WIDE_STAGES);
     }
 }
 
@@ -95,7 +138,7 @@ template <int D, bool FP8>
 static __device__ void attend(const gqa_args &a, const struct share &w, struct bars &bars, const uint8_t *stages,
                               uint32_t head, uint32_t n_heads, uint32_t warp, uint32_t lane)
 {
-    constexpr uint32_t row_bytes = FP8 ? D : 2 * D;
+    constexpr uint32_t v_at = GQA_PAGE * 2 * D, stage_bytes = FP8 ? wide_bytes<D>() : gqa_tile_bytes<D>(false);
     const __nv_bfloat16 *from[2];
     bool used[2];
     int bound[2];
@@ -113,7 +156,7 @@ static __device__ void attend(const gqa_args &a, const struct share &w, struct b
     float c[2] = {a.scale_log2, a.scale_log2};
     auto load_q = [&](int r, int column) -> uint32_t { return used[r] ? *(const uint32_t *)(from[r] + column) : 0; };
     if (FP8)
-        gqa_load_q_fp8<D>(q, c, lane, load_q);
+        gqa_load_q_fp8<D, false>(q, c, lane, load_q);
     else
         gqa_load_q_bf16<D>(q, lane, load_q);
     int least = __reduce_min_sync(0xffffffff, min(bound[0], bound[1]));
@@ -124,19 +167,18 @@ static __device__ void attend(const gqa_args &a, const struct share &w, struct b
     struct gqa_ring ring = {0, 0};
     for (int begin = 0; begin < (int)w.end; begin += GQA_PAGE) {
         gqa_wait(gqa_smem(&bars.full[ring.stage]), ring.phase);
-        const uint8_t *at = stages + ring.stage * gqa_tile_bytes<D>(false);
-        uint32_t k = gqa_k_at<D, FP8>(gqa_smem(at), lane),
-                 v = gqa_v_at<D, FP8>(gqa_smem(at) + GQA_PAGE * row_bytes, lane);
-        const float *ks = (const float *)(at + 2 * GQA_PAGE * row_bytes), *vs = ks + GQA_PAGE;
+        const uint8_t *at = stages + ring.stage * stage_bytes;
+        uint32_t k = gqa_k_at<D, false>(gqa_smem(at), lane), v = gqa_v_at<D, false>(gqa_smem(at) + v_at, lane);
+        const float *ks = (const float *)(at + 2 * v_at), *vs = ks + GQA_PAGE;
         int here[2] = {bound[0] - begin, bound[1] - begin};
         if (least - begin >= GQA_PAGE) {
-            gqa_tile<D, FP8, 4, false>(st, q, k, v, ks, vs, c, here, ~(uint64_t)0, lane);
+            gqa_tile<D, FP8, 4, false, FP8>(st, q, k, v, ks, vs, c, here, ~(uint64_t)0, lane);
         } else if (most > begin) {
             int last = min(most - begin, GQA_PAGE);
             uint64_t keep = last == GQA_PAGE ? ~(uint64_t)0 : ((uint64_t)1 << last) - 1, odd = 0;
             if (!FP8)
-                odd = odd_tokens<D>(at + GQA_PAGE * row_bytes, max(least - begin, 0), last, lane);
-            gqa_tile<D, FP8, 4, true>(st, q, k, v, ks, vs, c, here, keep & ~odd, lane);
+                odd = odd_tokens<D>(at + v_at, max(least - begin, 0), last, lane);
+            gqa_tile<D, FP8, 4, true, FP8>(st, q, k, v, ks, vs, c, here, keep & ~odd, lane);
             if (odd) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
@@ -148,7 +190,7 @@ static __device__ void attend(const gqa_args &a, const struct share &w, struct b
         __syncwarp();
         if (lane == 0)
             gqa_arrive(gqa_smem(&bars.empty[ring.stage]));
-        gqa_next(ring, a.n_stages);
+        gqa_next(ring, FP8 ? (uint32_t)WIDE_STAGES : a.n_stages);
     }
 
 #pragma unroll
@@ -160,33 +202,17 @@ static __device__ void attend(const gqa_args &a, const struct share &w, struct b
         __nv_bfloat16 *to = a.out + (size_t)place[r] * D;
         uint32_t quad = lane & 3;
 #pragma unroll
-        for (int i = 0; i < (FP8 ? D / 16 : D / 8); i++) {
-            if (FP8) {
-                uint2 x;
-                x.x = gqa_pack<false>(st.o[2 * i][2 * r] * f, st.o[2 * i + 1][2 * r] * f);
-                x.y = gqa_pack<false>(st.o[2 * i][2 * r + 1] * f, st.o[2 * i + 1][2 * r + 1] * f);
-                *(uint2 *)(to + 16 * i + 4 * quad) = x;
-            } else {
-                *(uint32_t *)(to + 8 * i + 2 * quad) = gqa_pack<false>(st.o[i][2 * r] * f, st.o[i][2 * r + 1] * f);
-            }
-        }
+        for (int i = 0; i < D / 8; i++)
+            *(uint32_t *)(to + 8 * i + 2 * quad) = gqa_pack<false>(st.o[i][2 * r] * f, st.o[i][2 * r + 1] * f);
     }
 }
 
-template <int D> static __global__ void __launch_bounds__(THREADS, 1) prefill(const __grid_constant__ gqa_args a)
+template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_prefill(const __grid_constant__ gqa_args a)
 {
     extern __shared__ uint8_t raw[];
-    uint8_t *stages = (uint8_t *)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
-    struct bars &bars = *(struct bars *)(stages + a.n_stages * gqa_tile_bytes<D>(false));
+    struct bars &bars = *(struct bars *)raw;
+    uint8_t *stages = (uint8_t *)(((uintptr_t)raw + sizeof bars + 1023) & ~(uintptr_t)1023);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) {
-        for (uint32_t i = 0; i < a.n_stages; i++) {
-            gqa_bar_init(gqa_smem(&bars.full[i]), GQA_COPY_ARRIVALS);
-            gqa_bar_init(gqa_smem(&bars.empty[i]), GQA_WARPS);
-        }
-        gqa_bar_init_done();
-    }
-    __syncthreads();
     dn_wait_previous();
     dn_start_next();
     const uint32_t kv_head = blockIdx.y / a.head_blocks, part = blockIdx.y % a.head_blocks * GQA_ROWS;
@@ -201,14 +227,31 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) prefill(co
         }
         return;
     }
-    bool fp8 = a.step.kv_format[w.seq] == DN_KV_FP8;
+    const bool fp8 = a.step.kv_format[w.seq] == DN_KV_FP8;
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < GQA_MAX_STAGES; i++) {
+            gqa_bar_init(gqa_smem(&bars.full[i]), fp8 ? (uint32_t)WIDE_WARPS : GQA_COPY_ARRIVALS);
+            gqa_bar_init(gqa_smem(&bars.empty[i]), GQA_WARPS);
+            gqa_bar_init(gqa_smem(&bars.bytes_full[i]), GQA_COPY_ARRIVALS);
+            gqa_bar_init(gqa_smem(&bars.bytes_empty[i]), WIDE_WARPS);
+        }
+        gqa_bar_init_done();
+    }
+    __syncthreads();
+    uint8_t *bytes = stages + WIDE_STAGES * wide_bytes<D>();
     if (warp >= GQA_WARPS) {
-        gqa_registers_down();
-        if (warp == GQA_WARPS)
-            load<D>(a, w, bars, stages, kv_head, fp8, lane);
+        gqa_registers_down<56>();
+        if (warp > GQA_WARPS) {
+            if (fp8)
+                widen<D>(a, w, bars, stages, bytes, threadIdx.x - 32 * (GQA_WARPS + 1));
+        } else if (fp8) {
+            load<D, true>(a, w, bars, bytes, kv_head, lane);
+        } else {
+            load<D, false>(a, w, bars, stages, kv_head, lane);
+        }
         return;
     }
-    gqa_registers_up();
+    gqa_registers_up<224>();
     if (fp8)
         attend<D, true>(a, w, bars, stages, head, n_heads, warp, lane);
     else
@@ -229,8 +272,7 @@ static __device__ __forceinline__ float simple_value(const uint8_t *row, bool fp
     return __bfloat162float(*(const __nv_bfloat16 *)(row + (d / 8 ^ swizzle) * 16 + d % 8 * 2));
 }
 
-static __global__ void __launch_bounds__(32 * SIMPLE_WARPS)
-    attend_simple(const __grid_constant__ gqa_args a, uint32_t dim)
+static __global__ void __launch_bounds__(32 * SIMPLE_WARPS) gqa_simple(const __grid_constant__ gqa_args a, uint32_t dim)
 {
     enum { PER_LANE = GQA_MAX_DIM / 32 };
     __shared__ float sum[SIMPLE_WARPS][GQA_MAX_DIM], top[SIMPLE_WARPS], total[SIMPLE_WARPS];
@@ -304,13 +346,19 @@ static __global__ void __launch_bounds__(32 * SIMPLE_WARPS)
 
 /* ---- The operation ---- */
 
-template <int D> static void launch(struct dn_cuda *c, struct gqa_args a)
+/* false: not enough shared memory. */
+template <int D> static bool launch(struct dn_cuda *c, struct gqa_args a)
 {
-    size_t fixed = 1024 + sizeof(struct bars), n_stages = (c->shared_bytes - fixed) / gqa_tile_bytes<D>(false);
-    a.n_stages = (uint32_t)(n_stages > 6 ? 6 : n_stages);
+    const size_t fixed = 1024 + sizeof(struct bars), wide = WIDE_STAGES * wide_bytes<D>();
+    if (fixed + wide + 2 * gqa_tile_bytes<D>(true) > c->shared_bytes)
+        return false;
+    size_t n_stages = (c->shared_bytes - fixed - wide) / gqa_tile_bytes<D>(true);
+    a.n_stages = (uint32_t)(n_stages > 5 ? 5 : n_stages); /* of either format */
+    size_t bytes = wide + a.n_stages * gqa_tile_bytes<D>(true), bf16 = a.n_stages * gqa_tile_bytes<D>(false);
     uint32_t tokens = BLOCK_ROWS / (a.group < GQA_ROWS ? a.group : (uint32_t)GQA_ROWS);
     dim3 grid(c->n_tokens / tokens + c->n_seqs, a.n_kv_heads * a.head_blocks);
-    dn_launch(c, "attention", prefill<D>, grid, dim3(THREADS), fixed + a.n_stages * gqa_tile_bytes<D>(false), a);
+    dn_launch(c, "attention", gqa_prefill<D>, grid, dim3(THREADS), fixed + (bytes > bf16 ? bytes : bf16), a);
+    return true;
 }
 
 void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p)
@@ -334,13 +382,12 @@ void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p)
     a.layout = *p->layout;
     a.arena = (const uint8_t *)p->arena;
     a.step = c->step;
-    if (p->head_dim != 64 && p->head_dim != 128)
-        dn_launch(c, "attention", attend_simple, dim3(c->n_tokens, p->n_heads), dim3(32 * SIMPLE_WARPS), 0, a,
+    bool done = false;
+    if (p->head_dim == 64 || p->head_dim == 128)
+        done = c->kind == DN_STEP_DECODE ? dn_gqa_decode(c, p, a)
+               : p->head_dim == 64       ? launch<64>(c, a)
+                                         : launch<128>(c, a);
+    if (!done)
+        dn_launch(c, "attention", gqa_simple, dim3(c->n_tokens, p->n_heads), dim3(32 * SIMPLE_WARPS), 0, a,
                   p->head_dim);
-    else if (c->kind == DN_STEP_DECODE)
-        dn_gqa_decode(c, p, a);
-    else if (p->head_dim == 128)
-        launch<128>(c, a);
-    else
-        launch<64>(c, a);
 }

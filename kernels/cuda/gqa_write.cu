@@ -70,7 +70,7 @@ static __device__ void store_fp8(const float *x, uint8_t *row, float *scale, uin
     }
 }
 
-static __global__ void __launch_bounds__(32 * WARPS) write(const __grid_constant__ write_args a)
+static __global__ void __launch_bounds__(32 * WARPS) gqa_write(const __grid_constant__ write_args a)
 {
     __shared__ __align__(16) float rows[WARPS][GQA_MAX_DIM];
     dn_wait_previous();
@@ -159,5 +159,5 @@ void dn_cuda_qkv_write(struct dn_device *d, const struct dn_qkv_write *p)
     a.layer = p->layer;
     a.step = c->step;
     dim3 grid(c->n_tokens, (p->n_heads + 2 * p->n_kv_heads + WARPS - 1) / WARPS);
-    dn_launch(c, "qkv_write", write, grid, dim3(32 * WARPS), 0, a);
+    dn_launch(c, "qkv_write", gqa_write, grid, dim3(32 * WARPS), 0, a);
 }

@@ -299,7 +299,8 @@ static void oracle(const struct world *w, uint32_t seq, uint32_t position, uint3
     }
     for (uint32_t t = 0; t < n; t++)
         sum += p[t] = exp(p[t] - top);
-    double relative = 0x1p-9 + 2 * dim * 0x1p-23 * rough + 0x1p-18, mass[256] = {0};
+    double relative = (s->format == DN_KV_BF16 ? 0x1p-8 : 0x1p-11) + 2 * dim * 0x1p-23 * rough + 0x1p-18,
+           mass[256] = {0};
     for (uint32_t d = 0; d < dim; d++)
         out[d] = 0;
     for (uint32_t t = 0; t < n; t++) {
@@ -310,7 +311,7 @@ static void oracle(const struct world *w, uint32_t seq, uint32_t position, uint3
         }
     }
     for (uint32_t d = 0; d < dim; d++)
-        tolerance[d] = s->bad ? 0 : relative * mass[d] + 0x1p-9 * fabs(out[d]) + 1e-30;
+        tolerance[d] = s->bad ? 0 : relative * mass[d] + 0x1p-8 * fabs(out[d]) + 1e-30;
     for (uint32_t d = 0; d < dim && s->bad; d++)
         out[d] = 0;
 }
@@ -591,7 +592,7 @@ static size_t check_row(const struct world *w, const struct seq *q, uint8_t *are
         } else {
             got = e4m3_to_f64(*at) * scale;
         }
-        double e = value == 2 ? 0x1p-9 * fabs(x[d]) : fmax(0x1p-4 * fabs(x[d]), 0x1p-10 * scale);
+        double e = value == 2 ? 0x1p-8 * fabs(x[d]) : fmax(0x1p-4 * fabs(x[d]), 0x1p-10 * scale);
         bool ok = fabs(got - x[d]) <= e * (1 + 0x1p-10) + 0x1p-20 * top;
         if (!ok && wrong++ < 2)
             printf("%s of position %u kv head %u dim %u is %.6g, expected %.6g\n", v ? "V" : "K", position, kv, d, got,
@@ -655,7 +656,7 @@ Test(gqa, write)
                 for (uint32_t h = 0; h < n_heads; h++) {
                     turn(&cases[c], x + t * row + h * dim, cases[c].norm ? norm[0] : NULL, table, y);
                     for (uint32_t d = 0; d < dim; d++) {
-                        double e = 0x1p-9 * fabs(y[d]) * (1 + 0x1p-10) + 0x1p-16;
+                        double e = 0x1p-8 * fabs(y[d]) + 0x1p-16;
                         if (!(fabs(q[t * row + h * dim + d] - y[d]) <= e) && wrong_q++ < 2)
                             printf("q[%u][%u][%u] is %.6g, expected %.6g\n", t, h, d, q[t * row + h * dim + d], y[d]);
                     }

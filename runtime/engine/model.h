@@ -106,7 +106,7 @@ struct dn_model {
     char *path;
     char *name;      /* the last part of the path without .gguf: what clients call it unless configured */
     char *title;     /* general.name of a GGUF file, else the same */
-    char *type_text; /* "GGUF Q4_1", "safetensors BF16": the type of most weight bytes, for the receipt */
+    char *type_text; /* "GGUF Q4_1", "safetensors BF16": the type of most weights, for the receipt */
     enum dn_model_source source;
     struct dn_hyper hyper;
     uint64_t n_params;

@@ -419,30 +419,30 @@ static int check_unused(struct finder *f, struct dn_err *err)
 
 /* ---- What was found ---------------------------------------------------------------------------------------------- */
 
-static void count(struct dn_model *m, const struct dn_linear *l, uint64_t *type_bytes)
+static void count(struct dn_model *m, const struct dn_linear *l, uint64_t *type_values)
 {
     if (l->values == NULL)
         return;
     m->n_params += l->n_out * l->n_in;
     m->file_bytes += l->values->bytes + (l->scale ? l->scale->bytes : 0);
-    type_bytes[l->values->type] += l->values->bytes;
+    type_values[l->values->type] += l->n_out * l->n_in;
 }
 
 void dn_model_describe(struct dn_model *m, const char *source)
 {
-    uint64_t type_bytes[DN_TT_COUNT] = {0};
+    uint64_t type_values[DN_TT_COUNT] = {0};
     int most = 0;
     for (int role = 0; role < DN_T_ATTN_NORM; role++)
-        count(m, &m->global[role], type_bytes);
+        count(m, &m->global[role], type_values);
     for (uint32_t l = 0; l < m->hyper.n_layers; l++) {
         for (int role = 0; role < DN_T_LAYER_ROLES; role++)
-            count(m, &m->layer[l][role], type_bytes);
+            count(m, &m->layer[l][role], type_values);
         for (uint32_t e = 0; m->expert[l] != NULL && e < m->hyper.n_experts; e++)
             for (int p = 0; p < DN_EXPERT_PARTS; p++)
-                count(m, &m->expert[l][e][p], type_bytes);
+                count(m, &m->expert[l][e][p], type_values);
     }
     for (int t = 1; t < DN_TT_COUNT; t++)
-        most = type_bytes[t] > type_bytes[most] ? t : most;
+        most = type_values[t] > type_values[most] ? t : most;
     struct dn_buf text = {0};
     dn_buf_printf(&text, "%s %s", source,
                   most == DN_TT_I32 ? "INT4" : dn_tensor_type_info((enum dn_tensor_type)most)->name);

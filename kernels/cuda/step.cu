@@ -341,8 +341,11 @@ int dn_cuda_prepare(struct dn_device *d, uint32_t list, struct dn_err *err)
     }
     if (pass == 2) {
         rc = take_workspace(c, own->measured_bytes, err);
-        if (rc)
+        if (rc) {
+            current->next = 0; /* the caller may give memory back and try again */
+            own->mode = DN_CUDA_IDLE;
             return rc;
+        }
     }
     if (pass - 2 < own->n_buckets) {
         begin_recording(c, pass - 2);

@@ -30,7 +30,8 @@ static void check_cpu(struct report *r)
     struct dn_device *d;
     struct dn_err err;
     char text[256];
-    const struct dn_device_conf dc = {.n_threads = 0, .limits = {1, 1, 1, 1}, .n_slots = 1, .n_vocab = 1};
+    const struct dn_device_conf dc = {
+        .n_threads = 0, .limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1}, .n_slots = 1, .n_vocab = 1};
     if (dn_kernels_open_cpu(&dc, &d, &err) != 0) {
         line(r, 2, "cpu", err.text);
         return;

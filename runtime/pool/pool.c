@@ -179,6 +179,18 @@ static int open_runner(struct dn_pool *p, const struct dn_step_limits *limits, s
     return 0;
 }
 
+/* What operations need is known last: where the arena was our choice, it gives way. */
+static int open_runner_within(struct dn_pool *p, const struct dn_step_limits *limits, bool may_shrink,
+                              struct dn_err *err)
+{
+    int rc = open_runner(p, limits, err);
+    for (int i = 0; i < 4 && rc == -DN_NO_MEMORY && may_shrink; i++) {
+        p->conf.kv_bytes -= p->conf.kv_bytes / 8;
+        rc = open_runner(p, limits, err);
+    }
+    return rc;
+}
+
 int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
                  struct dn_err *err)
 {
@@ -199,7 +211,7 @@ int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, 
     if (rc == 0)
         rc = choose_kv(p, &limits, err);
     if (rc == 0)
-        rc = open_runner(p, &limits, err);
+        rc = open_runner_within(p, &limits, conf->kv_bytes == 0 && p->device_total_bytes > 0, err);
     if (rc != 0) {
         dn_pool_close(p);
         return rc;

@@ -1,8 +1,8 @@
 /* What the tests of the CUDA backend share: the device behind kernels.h, buffers, one operation as a step, times.
  *
- * Everything is static and belongs to the program that includes it. Oracles are float64, on values rounded to bf16 first
- * where the operation takes bf16. Where no GPU is, gpu_open() prints why and the test ends as skipped. Numbers from fixed
- * seeds: gpu_rng.
+ * Everything is static and belongs to the program that includes it. Oracles are float64, on values rounded to bf16
+ * first where the operation takes bf16. Where no GPU is, gpu_open() prints why and the test ends as skipped. Numbers
+ * from fixed seeds: gpu_rng.
  */
 #ifndef DN_TESTS_GPU_H
 #define DN_TESTS_GPU_H
@@ -154,8 +154,8 @@ static UNUSED void gpu_rows_step(struct gpu *g, enum dn_step_kind kind, uint32_t
     }
 }
 
-/* Makes ready for steps of list 1..6 whose operations `ops` calls: sizes, memory, recorded decode steps. List 7 is never
- * prepared: its decode steps run eagerly (in memory that another list has measured). */
+/* Makes ready for steps of list 1..6 whose operations `ops` calls: sizes, memory, recorded decode steps. List 7 is
+ * never prepared: its decode steps run eagerly (in memory that another list has measured). */
 static UNUSED void gpu_prepare(struct gpu *g, uint32_t list, void (*ops)(struct gpu *, void *), void *ctx)
 {
     struct dn_err err = {0};
@@ -181,8 +181,8 @@ static UNUSED int gpu_by_value(const void *a, const void *b)
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
-/* Median microseconds of a step, of 31 after 5. Subtract that of an empty list; put an operation many times into `ops`, on
- * buffers in turn, so that neither the launch nor the L2 cache (60 MB) is what is measured. */
+/* Median microseconds of a step, of 31 after 5. Subtract that of an empty list; put an operation many times into `ops`,
+ * on buffers in turn, so that neither the launch nor the L2 cache (60 MB) is what is measured. */
 static UNUSED double gpu_time(struct gpu *g, uint32_t list, void (*ops)(struct gpu *, void *), void *ctx)
 {
     enum { WARM = 5, N = 31 };
@@ -197,7 +197,8 @@ static UNUSED double gpu_time(struct gpu *g, uint32_t list, void (*ops)(struct g
     return us[N / 2];
 }
 
-/* Compares n values with bounds |got - want| <= tolerance; prints the first wrong ones with their places. NaN wants NaN. */
+/* Compares n values with bounds |got - want| <= tolerance; prints the first wrong ones with their places. NaN wants
+ * NaN. */
 static UNUSED void gpu_expect(const char *what, const float *got, const double *want, const double *tolerance, size_t n,
                               size_t n_cols)
 {

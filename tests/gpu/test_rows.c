@@ -1,8 +1,9 @@
 /* Embedding, norms and SiLU on the GPU against float64.
  *
- * Bounds. bf16 output: half a unit in the last place of 8 bits, at most 2^-8 of the value; a value near 0 may be a subnormal of bf16, far
- * below all bounds here. Sums of squares in f32 in any order are off by n * 2^-24 at most, the root by half of that,
- * and rsqrtf and the products by some 2^-22: together a relative 2^-8 + n * 2^-25 + 2^-21. SiLU: __expf(x) is off by (2
+ * Bounds. bf16 output: half a unit in the last place of 8 bits, at most 2^-8 of the value; a value near 0 may be a
+ * subnormal of bf16, far below all bounds here. Sums of squares in f32 in any order are off by n * 2^-24 at most, the
+ * root by half of that, and rsqrtf and the products by some 2^-22: together a relative 2^-8 + n * 2^-25 + 2^-21. SiLU:
+ * __expf(x) is off by (2
  * + |x|) * 2^-23 or so, the division by 2^-22. Embedding: one rounding, or two with an offset.
  */
 #include "gpu/gpu.h"

@@ -15,6 +15,8 @@ void dn_receipt_head(const struct dn_model *m, const char *device)
     fprintf(stderr, "model    %s  %s, %u layers, %.0f M parameters, context %u\n", m->name, dn_arch_name(h->arch),
             h->n_layers, (double)m->n_params * 1e-6, h->context_tokens);
     fprintf(stderr, "         from %s (%s, %s)\n", m->path, m->type_text, dn_bytes_text(m->file_bytes, bytes));
+    if (m->note != NULL)
+        fprintf(stderr, "         %s\n", m->note);
 }
 
 static void print_weights(const struct dn_node *node)

@@ -38,6 +38,51 @@ static int plan_of(const struct dn_model *m, int format, struct dn_plan *plan, s
 static const char *const shown_formats[] = {"auto", "bf16", "fp8", "int8", "int4"};
 enum { N_SHOWN = sizeof shown_formats / sizeof *shown_formats };
 
+static uint32_t layers_with_experts(const struct dn_hyper *h)
+{
+    uint32_t n = 0;
+    for (uint32_t l = 0; l < h->n_layers; l++)
+        n += dn_hyper_has_experts(h, l);
+    return n;
+}
+
+/* Of all parameters those that a token meets: without the experts that are not its own. */
+static uint64_t active_params(const struct dn_model *m)
+{
+    const struct dn_hyper *h = &m->hyper;
+    uint64_t idle = (uint64_t)(h->n_experts - h->top_experts) * 3 * h->expert_ff * h->dim;
+    return m->n_params - layers_with_experts(h) * idle;
+}
+
+static void print_shape(const struct dn_model *m)
+{
+    const struct dn_hyper *h = &m->hyper;
+    printf("shape      %s: %u layers, width %u, ", dn_arch_name(h->arch), h->n_layers, h->dim);
+    if (h->latent_dim > 0)
+        printf("%u heads of %u + %u, values of %u, latent %u, ", h->n_heads, h->nope_dim, h->rope_dim, h->v_dim,
+               h->latent_dim);
+    else
+        printf("%u heads, %u KV heads of %u, ", h->n_heads, h->n_kv_heads, h->head_dim);
+    printf("feed-forward %u, %.1f M parameters\n", h->ff_dim, (double)m->n_params * 1e-6);
+    if (h->n_experts > 0) {
+        printf("experts    %u of %u a token, width %u, in %u of %u layers", h->top_experts, h->n_experts, h->expert_ff,
+               layers_with_experts(h), h->n_layers);
+        if (h->shared_ff > 0)
+            printf("; shared: width %u", h->shared_ff);
+        if (h->expert_groups > 1)
+            printf("; from %u of %u groups", h->top_groups, h->expert_groups);
+        printf("; %.1f M parameters a token\n", (double)active_params(m) * 1e-6);
+    }
+    printf("rope       theta %g, %u of %u dimensions, %s pairs", h->rope_theta, h->rotary_dim, h->head_dim,
+           h->rope_interleaved ? "neighbouring" : "half-apart");
+    if (h->rope_yarn)
+        printf(", YaRN x %g of %g (betas %g and %g)", h->rope_factor, h->rope_original, h->rope_beta_fast,
+               h->rope_beta_slow);
+    printf("%s\n", h->rope_llama3 ? ", Llama 3.1 scaling" : "");
+    if (m->note != NULL)
+        printf("note       %s\n", m->note);
+}
+
 static int print_text(const struct dn_loaded *l, struct dn_err *err)
 {
     const struct dn_model *m = l->model;
@@ -45,11 +90,7 @@ static int print_text(const struct dn_loaded *l, struct dn_err *err)
     char a[16], b[16];
     printf("model      %s\n", m->name);
     printf("file       %s  (%s, %s of tensors)\n", m->path, m->type_text, dn_bytes_text(m->file_bytes, a));
-    printf("shape      %s: %u layers, width %u, %u heads, %u KV heads of %u, feed-forward %u, %.1f M parameters\n",
-           dn_arch_name(h->arch), h->n_layers, h->dim, h->n_heads, h->n_kv_heads, h->head_dim, h->ff_dim,
-           (double)m->n_params * 1e-6);
-    printf("rope       theta %g, %u of %u dimensions, %s pairs%s\n", h->rope_theta, h->rotary_dim, h->head_dim,
-           h->rope_interleaved ? "neighbouring" : "half-apart", h->rope_llama3 ? ", Llama 3.1 scaling" : "");
+    print_shape(m);
     printf("context    %u tokens\n", h->context_tokens);
     printf("vocabulary %u ids, %d with a token; ends with", h->n_vocab, dn_tokenizer_n_vocab(l->tokenizer));
     for (size_t i = 0; i < m->n_eos; i++) {
@@ -85,11 +126,20 @@ static int print_json(const struct dn_loaded *l, struct dn_err *err)
     const struct {
         const char *key;
         uint64_t value;
-    } number[] = {{"layers", h->n_layers},     {"width", h->dim},
-                  {"heads", h->n_heads},       {"kv_heads", h->n_kv_heads},
-                  {"head_dim", h->head_dim},   {"feed_forward", h->ff_dim},
-                  {"vocabulary", h->n_vocab},  {"context_tokens", h->context_tokens},
-                  {"parameters", m->n_params}, {"tensor_bytes", m->file_bytes}};
+    } number[] = {{"layers", h->n_layers},
+                  {"width", h->dim},
+                  {"heads", h->n_heads},
+                  {"kv_heads", h->n_kv_heads},
+                  {"head_dim", h->head_dim},
+                  {"feed_forward", h->ff_dim},
+                  {"vocabulary", h->n_vocab},
+                  {"context_tokens", h->context_tokens},
+                  {"parameters", m->n_params},
+                  {"tensor_bytes", m->file_bytes},
+                  {"latent", h->latent_dim},
+                  {"experts", h->n_experts},
+                  {"experts_a_token", h->top_experts},
+                  {"expert_width", h->expert_ff}};
     dn_json_begin_object(&w);
     dn_json_key(&w, "name");
     dn_json_string(&w, m->name);
@@ -100,8 +150,14 @@ static int print_json(const struct dn_loaded *l, struct dn_err *err)
     dn_json_key(&w, "architecture");
     dn_json_string(&w, dn_arch_name(h->arch));
     for (size_t i = 0; i < sizeof number / sizeof *number; i++) {
+        if (number[i].value == 0) /* a part that the model does not have */
+            continue;
         dn_json_key(&w, number[i].key);
         dn_json_write_uint(&w, number[i].value);
+    }
+    if (m->note != NULL) {
+        dn_json_key(&w, "note");
+        dn_json_string(&w, m->note);
     }
     dn_json_key(&w, "chat_template");
     dn_json_string(&w, m->chat_template ? m->chat_template_from : NULL);

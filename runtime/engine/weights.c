@@ -147,9 +147,15 @@ static void choose_format(struct list *l, struct dn_weights_job *job, enum kind 
         m->symmetric = m->scale_is_bf16 = true;
         m->bytes = l->ops->matrix_bytes(m);
     }
-    for (uint32_t i = 0; kind != KIND_BF16 && i < job->n_parts; i++)
-        if (!is_exact(m, job->part[i].from.values->type, lined_up))
-            l->n_lossy[job->part[i].from.values->type][m->format]++;
+    for (uint32_t i = 0; i < job->n_parts; i++) {
+        const struct dn_weights_part *p = &job->part[i];
+        enum dn_tensor_type t = p->from.values->type;
+        /* What is bf16 always counts once a tensor, though it may be read for three matrices, and only where it is not
+         * the rule that rounds. */
+        bool counts = kind != KIND_BF16 || (nearest(t) == DN_W_BF16 && !job->transposed && p->from_row == 0);
+        if (counts && !is_exact(m, t, lined_up))
+            l->n_lossy[t][m->format]++;
+    }
 }
 
 /* ---- The list of matrices ---------------------------------------------------------------------------------------- */

@@ -169,3 +169,99 @@ Test(forward_kimi, weights_in_every_format)
         }
     }
 }
+
+/* ---- Formats ----------------------------------------------------------------------------------------------------- */
+
+static bool has_note(const struct dn_weights *w, const char *text)
+{
+    for (size_t i = 0; i < w->n_notes; i++)
+        if (strcmp(w->note[i], text) == 0)
+            return true;
+    return false;
+}
+
+/* "auto" keeps what the files have, exactly; what it cannot keep is noted. */
+Test(forward_kimi, auto_keeps_the_formats_of_the_files)
+{
+    struct fixture f;
+    open_kind(&f, 0, DN_WEIGHTS_AUTO, 2);
+    cr_expect_eq(f.weights->n_notes, 0);
+    cr_expect_eq(f.weights->layer[1].expert_down.format, DN_W_BF16);
+    fixture_close(&f);
+
+    open_kind(&f, 2, DN_WEIGHTS_AUTO, 2);
+    const struct dn_layer_weights *w = &f.weights->layer[1];
+    const struct dn_matrix *expert[] = {&w->expert_gate_up, &w->expert_down};
+    cr_expect_eq(f.weights->n_notes, 0);
+    for (int i = 0; i < 2; i++)
+        cr_expect(expert[i]->format == DN_W_INT4 && expert[i]->symmetric && expert[i]->scale_is_bf16 &&
+                  expert[i]->n_groups == 16);
+    cr_expect(w->o.format == DN_W_BF16 && w->shared_down.format == DN_W_BF16 && w->router.format == DN_W_BF16);
+    cr_expect_str_eq(dn_weights_main_format(f.weights), "bf16");
+    fixture_close(&f);
+
+    open_kind(&f, 1, DN_WEIGHTS_AUTO, 2);
+    w = &f.weights->layer[1];
+    cr_expect(w->expert_gate_up.format == DN_W_FP8 && w->expert_down.format == DN_W_FP8 && w->kv_a.format == DN_W_FP8);
+    cr_expect(w->q_b.format == DN_W_FP8 && w->o.format == DN_W_FP8 && w->shared_gate_up.format == DN_W_FP8);
+    cr_expect(w->w_kt.format == DN_W_BF16 && w->w_k.format == DN_W_BF16 && w->w_v.format == DN_W_BF16);
+    cr_expect(f.weights->layer[0].gate_up.format == DN_W_BF16 && f.weights->layer[0].down.format == DN_W_FP8);
+    cr_expect_eq(f.weights->n_notes, 3);
+    cr_expect(has_note(f.weights, "2 tensors of type F8_E4M3: rounded to bf16"));
+    cr_expect(has_note(f.weights, "1 matrix kept in bf16: the FP8 blocks of their parts do not line up"));
+    cr_expect(has_note(f.weights, "9 matrices kept in bf16: routers and projections from the latent are bf16 always"));
+    fixture_close(&f);
+
+    open_kind(&f, 5, DN_W_FP8, 2);
+    cr_expect(f.weights->layer[2].expert_down.format == DN_W_BF16 && f.weights->layer[2].o.format == DN_W_FP8);
+    cr_expect(has_note(f.weights,
+                       "2 matrices kept in bf16: experts whose rows are not a multiple of 128 have no fp8 format"));
+    fixture_close(&f);
+}
+
+/* What `dunlin show` and admission count on is what there is. */
+Test(forward_kimi, the_plan_is_what_is_taken)
+{
+    for (int kind = 0; kind < KIMI_KINDS; kind++) {
+        struct fixture f;
+        struct dn_plan plan;
+        struct dn_err err = {0};
+        open_kind(&f, kind, DN_WEIGHTS_AUTO, 1);
+        const struct dn_runner *r = f.runner;
+        cr_assert_eq(dn_weights_plan(f.device->ops, f.model, DN_WEIGHTS_AUTO, &r->conf.limits, r->conf.context_tokens,
+                                     &plan, &err),
+                     0, "%s", err.text);
+        cr_expect_eq(plan.weight_bytes, f.weights->bytes);
+        cr_expect_eq(plan.activation_bytes, r->activation_bytes);
+        cr_expect_eq(plan.rope_bytes, r->rope_bytes);
+        for (int kv = 0; kv < DN_KV_FORMATS; kv++)
+            cr_expect_eq(plan.kv_token_bytes[kv], r->layout.format[kv].page_bytes / r->layout.page_tokens);
+        fixture_close(&f);
+    }
+}
+
+static void count_progress(void *ctx, uint64_t done, uint64_t total)
+{
+    uint64_t *last = ctx;
+    cr_expect(done >= last[0] && done <= total && total > 0);
+    last[0] = done;
+    last[1] = total;
+}
+
+/* Bytes of the tensors that are packed; the keys' rows of kv_b are read for two matrices. */
+Test(forward_kimi, progress_counts_the_bytes_of_the_files)
+{
+    struct fixture f;
+    struct dn_weights *w;
+    struct dn_err err = {0};
+    uint64_t seen[2] = {0}, keys = 3 * 2 * KIMI_HEADS * KIMI_NOPE * KIMI_LATENT;
+    uint64_t vectors = 3 * 2 * (2 * 128 + 128 + 64) + 2 * 128 + 2 * 4 * 16;
+    open_kind(&f, 0, DN_WEIGHTS_AUTO, 1);
+    struct dn_weights_conf conf = {
+        .format = DN_WEIGHTS_AUTO, .n_threads = 3, .progress = count_progress, .progress_ctx = seen};
+    cr_assert_eq(dn_weights_open(f.device, f.model, &conf, &w, &err), 0, "%s", err.text);
+    cr_expect_eq(seen[0], seen[1]);
+    cr_expect_eq(seen[1], f.model->file_bytes + keys - vectors, "%llu", (unsigned long long)seen[1]);
+    dn_weights_close(w);
+    fixture_close(&f);
+}

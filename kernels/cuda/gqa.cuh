@@ -298,49 +298,34 @@ template <int D, bool BYTES> static __device__ __forceinline__ uint32_t gqa_v_at
     return base + ((mi & 1) * 8 + r) * row + (((mi >> 1) ^ gqa_swizzle(row / 16, r)) << 4);
 }
 
-/* Scores of 16 tokens: s[0] of tokens 0..7, s[1] of 8..15. */
-template <int D, bool BYTES, bool F16, bool CHAINS>
-static __device__ __forceinline__ void gqa_scores(float (&s0)[4], float (&s1)[4], const uint32_t (&q)[D / 16][4],
-                                                  uint32_t k)
+/* Scores of N16 * 16 tokens, 8 tokens each: the products that depend on each other lie 2 * N16 apart. */
+template <int D, bool BYTES, bool F16, int N16>
+static __device__ __forceinline__ void gqa_scores(float (&s)[2 * N16][4], const uint32_t (&q)[D / 16][4], uint32_t k)
 {
-    float t0[4] = {0, 0, 0, 0}, t1[4] = {0, 0, 0, 0}; /* a second chain of products shortens the wait */
+    constexpr uint32_t step = 16 * (BYTES ? D : 2 * D);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        s0[i] = s1[i] = 0;
-    if (!BYTES) {
+    for (int n = 0; n < 2 * N16; n++)
+        s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
 #pragma unroll
-        for (int ks = 0; ks < D / 16; ks++) {
-            uint32_t b[4];
-            gqa_ldmatrix(b, k ^ (uint32_t)(ks << 5));
-            if (CHAINS && ks % 2) {
-                gqa_mma<F16>(t0, q[ks], b[0], b[1]);
-                gqa_mma<F16>(t1, q[ks], b[2], b[3]);
+    for (int j = 0; j < (BYTES ? D / 32 : D / 16); j++) {
+        uint32_t b[N16][4];
+#pragma unroll
+        for (int n = 0; n < N16; n++)
+            gqa_ldmatrix(b[n], (k + (uint32_t)n * step) ^ (uint32_t)(j << 5));
+#pragma unroll
+        for (int n = 0; n < N16; n++) {
+            if (!BYTES) {
+                gqa_mma<F16>(s[2 * n], q[j], b[n][0], b[n][1]);
+                gqa_mma<F16>(s[2 * n + 1], q[j], b[n][2], b[n][3]);
             } else {
-                gqa_mma<F16>(s0, q[ks], b[0], b[1]);
-                gqa_mma<F16>(s1, q[ks], b[2], b[3]);
+                gqa_mma<F16>(s[2 * n], q[2 * j], gqa_f16(b[n][0]), gqa_f16(b[n][0] >> 16));
+                gqa_mma<F16>(s[2 * n + 1], q[2 * j], gqa_f16(b[n][2]), gqa_f16(b[n][2] >> 16));
             }
         }
-    } else {
 #pragma unroll
-        for (int kp = 0; kp < D / 32; kp++) {
-            uint32_t b[4];
-            gqa_ldmatrix(b, k ^ (uint32_t)(kp << 5));
-            gqa_mma<true>(s0, q[2 * kp], gqa_f16(b[0]), gqa_f16(b[0] >> 16));
-            gqa_mma<true>(s1, q[2 * kp], gqa_f16(b[2]), gqa_f16(b[2] >> 16));
-            if (CHAINS) {
-                gqa_mma<true>(t0, q[2 * kp + 1], gqa_f16(b[1]), gqa_f16(b[1] >> 16));
-                gqa_mma<true>(t1, q[2 * kp + 1], gqa_f16(b[3]), gqa_f16(b[3] >> 16));
-            } else {
-                gqa_mma<true>(s0, q[2 * kp + 1], gqa_f16(b[1]), gqa_f16(b[1] >> 16));
-                gqa_mma<true>(s1, q[2 * kp + 1], gqa_f16(b[3]), gqa_f16(b[3] >> 16));
-            }
-        }
-    }
-    if (CHAINS) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            s0[i] += t0[i];
-            s1[i] += t1[i];
+        for (int n = 0; n < N16 && BYTES; n++) {
+            gqa_mma<F16>(s[2 * n], q[(2 * j + 1) % (D / 16)], gqa_f16(b[n][1]), gqa_f16(b[n][1] >> 16));
+            gqa_mma<F16>(s[2 * n + 1], q[(2 * j + 1) % (D / 16)], gqa_f16(b[n][3]), gqa_f16(b[n][3] >> 16));
         }
     }
 }
@@ -413,9 +398,7 @@ static __device__ __forceinline__ void gqa_tile(gqa_state<D> &st, const uint32_t
     float s[2 * N16][4];
     float2 sv[FP8 ? 2 * N16 : 1];
     float top[2] = {-INFINITY, -INFINITY}, vtop[2] = {0, 0};
-#pragma unroll
-    for (int n = 0; n < N16; n++)
-        gqa_scores<D, bytes, FP8, N16 == 1>(s[2 * n], s[2 * n + 1], q, k + (uint32_t)n * step);
+    gqa_scores<D, bytes, FP8, N16>(s, q, k);
 #pragma unroll
     for (int n = 0; n < 2 * N16; n++) {
         float2 sk = {1, 1};
@@ -430,12 +413,16 @@ static __device__ __forceinline__ void gqa_tile(gqa_state<D> &st, const uint32_t
             bool valid = !MASKED || token < bound[row];
             s[n][i] = valid ? x : -INFINITY;
             top[row] = fmaxf(top[row], s[n][i]);
-            if (FP8)
+            if (FP8 && (MASKED || row == 0))
                 vtop[row] = fmaxf(vtop[row], valid ? (i & 1 ? sv[n].y : sv[n].x) : 0);
         }
     }
     float alpha[2], beta[2], base[2], sum[2] = {0, 0};
     bool changed = false;
+    if (FP8) {
+        vtop[0] = gqa_quad_max(vtop[0]);
+        vtop[1] = MASKED ? gqa_quad_max(vtop[1]) : vtop[0];
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float m = fmaxf(st.m[r], gqa_quad_max(top[r]));
@@ -446,7 +433,7 @@ static __device__ __forceinline__ void gqa_tile(gqa_state<D> &st, const uint32_t
         st.m[r] = m;
         beta[r] = alpha[r];
         if (FP8) {
-            float fi = fminf(st.fi[r], gqa_fi(gqa_quad_max(vtop[r])));
+            float fi = fminf(st.fi[r], gqa_fi(vtop[r]));
             if (fi != st.fi[r]) {
                 beta[r] *= fi * gqa_inverse(st.fi[r]);
                 st.fi[r] = fi;

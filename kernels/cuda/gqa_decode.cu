@@ -6,24 +6,25 @@
  * (about 128 items for one sequence, 4 pages at least), so the bits of a row do too. Blocks stay and take items by
  * ticket. The last block to finish a split of a (sequence, KV head) merges them all, in order.
  *
- * Warps: 0..7 compute, 8 loads, 9..11 finish. A stage of the ring holds a page's block of one KV head in BF16, two
- * pages in FP8. A computing warp takes 32 tokens of a stage with a softmax of its own: in BF16 warps 2i and 2i + 1 the
- * stages i, i + 4, ... of the item, in FP8 warps 0..3 the even stages and 4..7 the odd ones. At the item's end each
- * drops its state in shared memory and goes on; the finishing warps put the eight together, write them and merge,
- * beside the next item: waiting for memory fences and tickets there took 4 us an item.
+ * Warps: 0..7 compute, 8 loads, 9 finds items and prepares their queries, 10 and 11 finish. A stage of the ring holds a
+ * page's block of one KV head in BF16, two pages in FP8. A computing warp takes 32 tokens of a stage with a softmax of
+ * its own: in BF16 warps 2i and 2i + 1 the stages i, i + 4, ... of the item, in FP8 warps 0..3 the even stages and 4..7
+ * the odd ones. At the item's end each drops its state in shared memory and goes on; the finishing warps put the eight
+ * together, write them and merge, beside the next item: waiting for memory fences and tickets there took 4 us an item.
  *
  * Barriers: full[stage] <- the loader's copies; empty[stage] <- 8, one of each computing warp, even if it used nothing
- * (otherwise it could miss a phase). q_full/q_empty[2] the same for the item and its queries. dropped <- 8 computing
- * warps, taken <- 3 finishing ones.
+ * (otherwise it could miss a phase). q_full[slot] <- warp 9: the item and its queries are there; q_empty[slot] <- 8
+ * computing warps and the loader. dropped <- 8 computing warps, taken <- 2 finishing ones.
  *
- * Shared memory: stages | queries [2][16][D + 8] bf16, states, items, barriers | dropped O [8][heads][D + 8] f32 |
+ * Shared memory: stages | queries [3][16][D + 8] 16-bit, states, items, barriers | dropped O [8][heads][D + 8] f32 |
  * first items of the sequences.
  *
  * Floor: bytes of K and V (and scales) of all tokens at 4.65 TB/s. What was reached: kernels/README.md.
  */
 #include "kernels/cuda/gqa.cuh"
 
-enum { FINISH_WARPS = 3, FINISH_THREADS = 32 * FINISH_WARPS, THREADS = 32 * (GQA_WARPS + 1 + FINISH_WARPS) };
+enum { FINISH_WARPS = 2, FINISH_THREADS = 32 * FINISH_WARPS, THREADS = 32 * (GQA_WARPS + 2 + FINISH_WARPS) };
+enum { SLOTS = 3 /* items between the warps */ };
 enum { SPLIT_PAGES = 4 /* fewest in a split */, MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
 
 struct item {
@@ -37,13 +38,14 @@ template <int D> struct shared {
     static constexpr uint32_t stage_bytes = gqa_tile_bytes<D>(false) > 2 * gqa_tile_bytes<D>(true)
                                                 ? gqa_tile_bytes<D>(false)
                                                 : 2 * gqa_tile_bytes<D>(true);
-    static constexpr uint32_t row = D + 8; /* values: padded against bank conflicts */
-    __nv_bfloat16 q[2][GQA_ROWS][row];
+    static constexpr uint32_t row = D + 8;                /* values: padded against bank conflicts */
+    uint16_t q[SLOTS][GQA_ROWS][row];                     /* bf16, or f16 with permuted columns for FP8 */
+    float factor[SLOTS][GQA_ROWS];                        /* of scores, to the base 2 */
     float m[GQA_WARPS][GQA_ROWS], l[GQA_WARPS][GQA_ROWS]; /* dropped with O */
-    struct item item[2], done;
+    struct item item[SLOTS], done;
     float weight[GQA_ROWS][MAX_SPLITS]; /* of warps, later of splits */
     float total_m[GQA_ROWS], total_l[GQA_ROWS];
-    uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[2], q_empty[2], dropped, taken;
+    uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[SLOTS], q_empty[SLOTS], dropped, taken;
     uint32_t last;
 };
 
@@ -120,6 +122,87 @@ static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, cons
     return it;
 }
 
+/* ---- Warp 9 ---- */
+
+/* An item's queries, a row at a time by the warp. For FP8 a row is brought to 1..2 by a power of two. */
+template <int D>
+static __device__ __forceinline__ void put_queries(const gqa_args &a, shared<D> &sh, const struct item &it,
+                                                   uint32_t slot, uint32_t lane)
+{
+    constexpr int pairs = D / 64; /* of a lane: columns 2 * pairs * lane.. */
+    const uint32_t *q = (const uint32_t *)(a.q + (size_t)it.seq * a.q_stride + (size_t)it.head * D) + pairs * lane;
+    uint32_t x[GQA_ROWS][pairs];
+#pragma unroll
+    for (int h = 0; h < GQA_ROWS; h++) {
+#pragma unroll
+        for (int i = 0; i < pairs; i++)
+            x[h][i] = h < it.n_heads ? q[h * D / 2 + i] : 0;
+    }
+#pragma unroll
+    for (int h = 0; h < GQA_ROWS; h++) {
+        if (h >= it.n_heads)
+            break;
+        float factor = a.scale_log2;
+        uint32_t *to = (uint32_t *)sh.q[slot][h], top = 0;
+        if (!it.fp8) {
+#pragma unroll
+            for (int i = 0; i < pairs; i++)
+                to[pairs * lane + i] = x[h][i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < pairs; i++)
+                top = max(top, max(x[h][i] << 16 & 0x7fff0000, x[h][i] & 0x7fff0000));
+            uint32_t e = __reduce_max_sync(0xffffffff, top) >> 23;
+            e = e < 1 ? 1 : e > 253 ? 253 : e;
+            const float f = __uint_as_float((254 - e) << 23);
+            factor *= __uint_as_float(e << 23);
+#pragma unroll
+            for (int i = 0; i < pairs; i++) {
+                float2 y = __bfloat1622float2(*(__nv_bfloat162 *)&x[h][i]);
+                uint32_t column = 2 * (pairs * lane + i), chunk = column / 16,
+                         d = column % 16; /* 2q.. <- 4q.., +8 <- +2 */
+                to[(chunk * 16 + d / 4 * 2 + (d % 4 ? 8 : 0)) / 2] = gqa_pack<true>(y.x * f, y.y * f);
+            }
+        }
+        if (lane == 0)
+            sh.factor[slot][h] = factor;
+    }
+}
+
+template <int D>
+static __device__ __forceinline__ void find(const gqa_args &a, shared<D> &sh, const uint32_t *first, uint32_t n_seqs,
+                                            uint32_t lane)
+{
+    struct gqa_ring slot = {0, 0};
+    const uint32_t n_items = first[n_seqs];
+    for (uint32_t index = blockIdx.x;; gqa_next(slot, SLOTS)) {
+        const bool none = index >= n_items;
+        uint32_t ticket = 0;
+        if (!none && lane == 0)
+            ticket = atomicAdd(a.counters, 1);
+        gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
+        if (none) {
+            if (lane == 0)
+                sh.item[slot.stage].seq = -1;
+        } else {
+            struct item it = find_item(a, n_seqs, first, index);
+            put_queries<D>(a, sh, it, slot.stage, lane);
+            if (lane == 0)
+                sh.item[slot.stage] = it;
+        }
+        __syncwarp();
+        if (lane == 0)
+            gqa_arrive(gqa_smem(&sh.q_full[slot.stage]));
+        if (none)
+            return;
+        if (lane == 0 && ticket == n_items - 1) /* blocks with an item fetch until they get none: n_items in all */
+            *a.counters = 0;
+        index = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
+    }
+}
+
+/* ---- The loading warp ---- */
+
 /* An item's page ids, those of its pages `from`.. in the lanes. */
 static __device__ __forceinline__ uint32_t page_ids(const gqa_args &a, const struct item &it, int from, uint32_t lane)
 {
@@ -127,74 +210,51 @@ static __device__ __forceinline__ uint32_t page_ids(const gqa_args &a, const str
     return from + (int)lane < it.n_pages ? page[from + (int)lane] : 0;
 }
 
-/* The loading warp. The next item and its page ids are fetched before the stages of the current one. */
+/* Waits for the next item and asks for its page ids. */
 template <int D>
-static __device__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *stages, const uint32_t *first,
-                            uint32_t n_seqs, uint32_t lane)
+static __device__ __forceinline__ struct item next_item(const gqa_args &a, shared<D> &sh, struct gqa_ring &slot,
+                                                        uint32_t *ids, uint32_t lane)
+{
+    gqa_wait(gqa_smem(&sh.q_full[slot.stage]), slot.phase);
+    struct item it = sh.item[slot.stage];
+    __syncwarp();
+    if (lane == 0 && it.seq >= 0)
+        gqa_arrive(gqa_smem(&sh.q_empty[slot.stage]));
+    gqa_next(slot, SLOTS);
+    *ids = it.seq >= 0 ? page_ids(a, it, 0, lane) : 0;
+    return it;
+}
+
+template <int D>
+static __device__ __forceinline__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *stages, uint32_t lane)
 {
     struct gqa_ring ring = {0, 0}, slot = {0, 0};
-    const uint32_t n_items = first[n_seqs];
-    uint32_t index = blockIdx.x, next = 0, ticket = 0, next_ids = 0;
-    struct item it, next_item;
-    if (index < n_items) {
-        if (lane == 0)
-            ticket = atomicAdd(a.counters, 1);
-        next_item = find_item(a, n_seqs, first, index);
-        next_ids = page_ids(a, next_item, 0, lane);
-    }
-    for (; index < n_items; index = next) {
-        it = next_item;
-        uint32_t ids = next_ids, q_bar = gqa_smem(&sh.q_full[slot.stage]);
-        gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
-        if (lane == 0) {
-            sh.item[slot.stage] = it;
-            gqa_arrive(q_bar);
-        }
-        gqa_copy_begin(q_bar, (uint32_t)it.n_heads * D * 2, lane);
-        const __nv_bfloat16 *q = a.q + (size_t)it.seq * a.q_stride + (size_t)it.head * D;
-        for (int h = 0; h < it.n_heads; h++)
-            gqa_copy(gqa_smem(&sh.q[slot.stage][h][0]), q + h * D, D * 2, q_bar, lane, (uint32_t)h);
-        gqa_copy_end(q_bar);
-        gqa_next(slot, 2);
-
-        for (int t = 0; t < it.n_pages || t == 0; t += it.fp8 ? 2 : 1) {
-            if (t == (it.n_pages > 2 ? 2 : 0)) { /* the ticket has come by now */
-                if (lane == 0 &&
-                    ticket == n_items - 1) /* blocks with an item fetch until they get none: n_items in all */
-                    *a.counters = 0;
-                next = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
-                if (next < n_items) {
-                    if (lane == 0)
-                        ticket = atomicAdd(a.counters, 1);
-                    next_item = find_item(a, n_seqs, first, next);
-                    next_ids = page_ids(a, next_item, 0, lane);
-                }
-            }
-            if (it.n_pages <= 0)
-                break;
+    uint32_t next_ids;
+    struct item next = next_item(a, sh, slot, &next_ids, lane);
+    while (next.seq >= 0) {
+        const struct item it = next;
+        uint32_t ids = next_ids;
+        if (it.n_pages <= 0)
+            next = next_item(a, sh, slot, &next_ids, lane);
+        for (int t = 0; t < it.n_pages; t += it.fp8 ? 2 : 1) {
             if (t && t % 32 == 0)
                 ids = page_ids(a, it, t, lane);
-            uint32_t bar = gqa_smem(&sh.full[ring.stage]);
-            uint32_t dst = gqa_smem(stages + ring.stage * shared<D>::stage_bytes);
-            bool two = it.fp8 && t + 1 < it.n_pages;
+            const uint32_t bar = gqa_smem(&sh.full[ring.stage]);
+            const uint32_t dst = gqa_smem(stages + ring.stage * shared<D>::stage_bytes);
+            const bool two = it.fp8 && t + 1 < it.n_pages;
+            const uint32_t one = __shfl_sync(0xffffffff, ids, t % 32),
+                           other = __shfl_sync(0xffffffff, ids, (t + 1) % 32);
             gqa_wait(gqa_smem(&sh.empty[ring.stage]), ring.phase ^ 1);
             gqa_copy_begin(bar, gqa_tile_bytes<D>(it.fp8) * (two ? 2 : 1), lane);
-            gqa_copy_tile<D>(a, it.fp8, __shfl_sync(0xffffffff, ids, t % 32), (uint32_t)it.kv_head, dst, bar, lane, 0);
+            gqa_copy_tile<D>(a, it.fp8, one, (uint32_t)it.kv_head, dst, bar, lane, 0);
             if (two)
-                gqa_copy_tile<D>(a, true, __shfl_sync(0xffffffff, ids, t % 32 + 1), (uint32_t)it.kv_head,
-                                 dst + gqa_tile_bytes<D>(true), bar, lane, 4);
+                gqa_copy_tile<D>(a, true, other, (uint32_t)it.kv_head, dst + gqa_tile_bytes<D>(true), bar, lane, 4);
             gqa_copy_end(bar);
             gqa_next(ring, a.n_stages);
+            if (t == 0)
+                next = next_item(a, sh, slot, &next_ids, lane);
         }
     }
-    uint32_t q_bar = gqa_smem(&sh.q_full[slot.stage]);
-    gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
-    if (lane == 0) {
-        sh.item[slot.stage].seq = -1;
-        gqa_arrive(q_bar);
-    }
-    gqa_copy_begin(q_bar, 0, lane);
-    gqa_copy_end(q_bar);
 }
 
 /* ---- The computing warps ---- */
@@ -207,15 +267,10 @@ static __device__ __forceinline__ void attend(const gqa_args &a, shared<D> &sh, 
 {
     constexpr uint32_t row = FP8 ? D : 2 * D;
     uint32_t q[D / 16][4];
-    float c[2] = {a.scale_log2, a.scale_log2};
-    auto load = [&](int r, int column) -> uint32_t {
-        int h = (int)(lane >> 2) + 8 * r;
-        return h < it.n_heads ? *(const uint32_t *)&sh.q[slot][h][column] : 0;
-    };
-    if (FP8)
-        gqa_load_q_fp8<D, true>(q, c, lane, load);
-    else
-        gqa_load_q_bf16<D>(q, lane, load);
+    const float c[2] = {sh.factor[slot][lane >> 2], sh.factor[slot][(lane >> 2) + 8]};
+#pragma unroll
+    for (int ks = 0; ks < D / 16; ks++)
+        gqa_ldmatrix(q[ks], gqa_smem(&sh.q[slot][(lane >> 3 & 1) * 8 + (lane & 7)][16 * ks + (lane >> 4) * 8]));
     __syncwarp();
     if (lane == 0)
         gqa_arrive(gqa_smem(&sh.q_empty[slot]));
@@ -290,7 +345,7 @@ static __device__ __forceinline__ void compute(const gqa_args &a, shared<D> &sh,
             else
                 attend<D, false>(a, sh, stages, it, slot.stage, ring, st, warp, lane);
         }
-        gqa_next(slot, 2);
+        gqa_next(slot, SLOTS);
         gqa_wait(gqa_smem(&sh.taken), phase);
         if (it.seq >= 0) {
             if (it.fp8)
@@ -458,14 +513,19 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode
             gqa_bar_init(gqa_smem(&sh.full[i]), GQA_COPY_ARRIVALS);
             gqa_bar_init(gqa_smem(&sh.empty[i]), GQA_WARPS);
         }
-        for (uint32_t i = 0; i < 2; i++) {
-            gqa_bar_init(gqa_smem(&sh.q_full[i]), GQA_COPY_ARRIVALS + 1);
-            gqa_bar_init(gqa_smem(&sh.q_empty[i]), GQA_WARPS);
+        for (uint32_t i = 0; i < SLOTS; i++) {
+            gqa_bar_init(gqa_smem(&sh.q_full[i]), 1);
+            gqa_bar_init(gqa_smem(&sh.q_empty[i]), GQA_WARPS + 1);
         }
         gqa_bar_init(gqa_smem(&sh.dropped), GQA_WARPS);
         gqa_bar_init(gqa_smem(&sh.taken), FINISH_WARPS);
         gqa_bar_init_done();
     }
+    /* Rows without a query: 0. */
+    for (uint32_t i = threadIdx.x; i < sizeof sh.q / 4; i += THREADS)
+        ((uint32_t *)sh.q)[i] = 0;
+    for (uint32_t i = threadIdx.x; i < SLOTS * GQA_ROWS; i += THREADS)
+        sh.factor[0][i] = 1;
     dn_wait_previous();
     dn_start_next();
     const uint32_t n_seqs = a.step.count[DN_COUNT_SEQS];
@@ -476,9 +536,11 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode
     } else {
         gqa_registers_down<72>();
         if (warp == GQA_WARPS)
-            load<D>(a, sh, stages, first, n_seqs, lane);
+            load<D>(a, sh, stages, lane);
+        else if (warp == GQA_WARPS + 1)
+            find<D>(a, sh, first, n_seqs, lane);
         else
-            finish<D>(a, sh, dropped_o, threadIdx.x - 32 * (GQA_WARPS + 1));
+            finish<D>(a, sh, dropped_o, threadIdx.x - 32 * (GQA_WARPS + 2));
     }
 }
 

@@ -636,7 +636,7 @@ static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_
             if (it.n_splits > 1) {
                 if (t < heads) {
                     dn_bulk_wait();
-                    dn_fence_async();
+                    dn_fence_async_all();
                 }
                 __threadfence();
                 dn_sync(BAR_ALL, CONSUMERS);

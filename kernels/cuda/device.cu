@@ -4,8 +4,8 @@
  * don't take 2 MiB each. All of it is zero when it is given out. Given back, a region's part is not used again before
  * all of the region is free: nothing is freed but at the end.
  *
- * Copies from pageable memory go through pinned buffers of 4 MiB, two for each thread that copies: the driver's own way
- * for them is one at a time and slower than the bus.
+ * Copies from pageable memory go through pinned buffers of 4 MiB, two for each thread that copies, and four threads for
+ * large ones: the driver's own way for them is one at a time and slower than the bus.
  */
 #include "kernels/cuda/own.cuh"
 
@@ -18,6 +18,8 @@ enum {
     MAX_SHARED_BYTES = 2 << 20,
     ALIGNMENT = 256,
     DIRECT_BYTES = 64 << 10,
+    UPLOAD_THREADS = 4,
+    LARGE_BYTES = 64 << 20,
     PAGE_TOKENS = 64
 };
 
@@ -261,23 +263,63 @@ void dn_cuda_lane_put(struct dn_cuda_lane *l)
     pthread_mutex_unlock(&l->c->own->lock);
 }
 
+struct piece {
+    struct dn_cuda *c;
+    uint8_t *dst;
+    const uint8_t *src;
+    size_t bytes;
+};
+
+static void *upload_piece(void *arg)
+{
+    const struct piece *p = (const struct piece *)arg;
+    struct dn_cuda_lane *l = dn_cuda_lane_take(p->c);
+    for (size_t at = 0; l && at < p->bytes; at += DN_CUDA_LANE_BYTES) {
+        size_t n = p->bytes - at < DN_CUDA_LANE_BYTES ? p->bytes - at : (size_t)DN_CUDA_LANE_BYTES;
+        memcpy(dn_cuda_lane_buffer(l), p->src + at, n);
+        dn_cuda_lane_send(l, p->dst + at, n);
+    }
+    if (l)
+        dn_cuda_lane_put(l);
+    return NULL;
+}
+
+/* One thread fills buffers at 8 GB/s, the bus takes several times that. */
+static void upload_large(struct dn_cuda *c, uint8_t *dst, const uint8_t *src, size_t bytes)
+{
+    struct piece piece[UPLOAD_THREADS];
+    pthread_t thread[UPLOAD_THREADS];
+    size_t each = (bytes / UPLOAD_THREADS + DN_CUDA_LANE_BYTES - 1) / DN_CUDA_LANE_BYTES * DN_CUDA_LANE_BYTES, n = 0;
+    for (size_t at = 0; at < bytes; at += each, n++) {
+        piece[n] = {c, dst + at, src + at, bytes - at < each ? bytes - at : each};
+        if (at + each >= bytes || pthread_create(&thread[n], NULL, upload_piece, &piece[n]) != 0) {
+            piece[n].bytes = bytes - at; /* the rest, by this thread */
+            upload_piece(&piece[n]);
+            break;
+        }
+    }
+    for (size_t i = 0; i < n; i++)
+        pthread_join(thread[i], NULL);
+}
+
 static void upload(struct dn_device *d, void *dst, const void *src, size_t bytes)
 {
     struct dn_cuda *c = dn_cuda(d);
     if (!bytes || c->failed)
         return;
-    struct dn_cuda_lane *l = dn_cuda_lane_take(c);
+    if (bytes > DIRECT_BYTES) {
+        if (bytes > LARGE_BYTES) {
+            upload_large(c, (uint8_t *)dst, (const uint8_t *)src, bytes);
+        } else {
+            struct piece p = {c, (uint8_t *)dst, (const uint8_t *)src, bytes};
+            upload_piece(&p);
+        }
+        return;
+    }
+    struct dn_cuda_lane *l = dn_cuda_lane_take(c); /* the driver's own staging is as good */
     if (!l)
         return;
-    if (bytes <= DIRECT_BYTES) { /* the driver's own staging is as good */
-        lane_check(l, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, l->stream), "upload");
-    } else {
-        for (size_t at = 0; at < bytes; at += DN_CUDA_LANE_BYTES) {
-            size_t n = bytes - at < DN_CUDA_LANE_BYTES ? bytes - at : (size_t)DN_CUDA_LANE_BYTES;
-            memcpy(dn_cuda_lane_buffer(l), (const uint8_t *)src + at, n);
-            dn_cuda_lane_send(l, (uint8_t *)dst + at, n);
-        }
-    }
+    lane_check(l, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, l->stream), "upload");
     dn_cuda_lane_put(l);
 }
 

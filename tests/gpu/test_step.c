@@ -137,6 +137,31 @@ Test(step, replay_equals_eager)
     gpu_close(&g);
 }
 
+static void empty(struct gpu *g, void *ctx) {}
+
+/* A list may be made ready again, for other operations: the old record is gone. */
+Test(step, prepared_again)
+{
+    struct gpu g;
+    struct small m;
+    open_small(&g, &m);
+    gpu_prepare(&g, 1, empty, NULL);
+    gpu_prepare(&g, 1, small_ops, &m);
+    compare(&g, &m, 1, 5, 5);
+    gpu_prepare(&g, 2, small_ops, &m);
+    compare(&g, &m, 1, 64, 64);
+    compare(&g, &m, 2, 64, 64);
+    gpu_prepare(&g, 1, empty, NULL);
+    gpu_rows_step(&g, DN_STEP_DECODE, 8);
+    poison(&g, &m);
+    gpu_step(&g, 1, empty, NULL);
+    struct trace t;
+    take_trace(&g, &m, &t);
+    cr_expect_eq(written(t.byte, 0, t.n), 0, "the old list ran");
+    free(t.byte);
+    gpu_close(&g);
+}
+
 /* A token's values are the same bits alone, in any batch, in a prefill step and after another step of another size. */
 Test(step, rows_do_not_depend_on_the_batch)
 {
@@ -226,8 +251,6 @@ Test(step, lost)
 }
 
 /* ---- Times ---- */
-
-static void empty(struct gpu *g, void *ctx) {}
 
 static void long_ops(struct gpu *g, void *ctx)
 {

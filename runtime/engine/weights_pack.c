@@ -296,10 +296,12 @@ static void advise(const uint8_t *data, uint64_t bytes, int advice, bool around)
         madvise((void *)begin, end - begin, advice);
 }
 
-/* Values of a part's rows in its file; the scales are few. */
-static uint64_t piece_bytes(const struct piece *p)
+/* Rows of a tensor; returns their bytes. */
+static uint64_t advise_rows(const struct dn_tensor *t, uint64_t n_rows, uint64_t row, uint64_t n, int advice)
 {
-    return p->n * (p->from->values->bytes / p->from->n_out);
+    uint64_t stride = t->bytes / n_rows;
+    advise(t->data + row * stride, n * stride, advice, advice == MADV_WILLNEED);
+    return n * stride;
 }
 
 /* Advises on all that a task reads; returns the bytes. */
@@ -314,11 +316,10 @@ static uint64_t advise_task(const struct load *load, const struct task *task, in
     }
     for (uint32_t at = 0; at < task->n;) {
         struct piece p = next_piece(job, &part, task->row0, at, task->n);
-        uint64_t bytes = piece_bytes(&p);
-        advise(p.from->values->data + p.from_row * (p.from->values->bytes / p.from->n_out), bytes, advice,
-               advice == MADV_WILLNEED);
+        sum += advise_rows(p.from->values, p.from->n_out, p.from_row, p.n, advice);
+        if (p.from->values->type == DN_TT_I32) /* a scale for every 16 bytes; blocks of FP8 have next to none */
+            advise_rows(p.from->scale, p.from->n_out, p.from_row, p.n, advice);
         at += p.n;
-        sum += bytes;
     }
     return sum;
 }

@@ -10,6 +10,7 @@ return {
   },
 
   engine = {
+    device = "auto", -- a GPU if there is one, else the CPU; or "cpu", "cuda", "cuda:1"
     threads = "auto",
     kv_memory = "auto", -- or a size, e.g. "2 GiB"
     max_sequences = 32,

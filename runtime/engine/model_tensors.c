@@ -48,11 +48,6 @@ static const char *const EXPERT_NAME[DN_EXPERT_PARTS] = {"gate_proj", "up_proj",
 
 /* ---- What a model must have -------------------------------------------------------------------------------------- */
 
-bool dn_hyper_has_experts(const struct dn_hyper *h, uint32_t layer)
-{
-    return h->n_experts > 0 && layer >= h->n_dense_layers && layer % h->moe_every == 0;
-}
-
 uint32_t dn_model_expected_shape(const struct dn_hyper *h, enum dn_tensor_role role, uint64_t dim[2])
 {
     uint64_t q = (uint64_t)h->n_heads * h->head_dim, kv = (uint64_t)h->n_kv_heads * h->head_dim;

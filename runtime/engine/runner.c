@@ -123,7 +123,7 @@ static int fill_rope(struct dn_runner *r, struct dn_err *err)
     int code = take(r, r->rope_bytes, &r->rope, "the table of rotary angles", err);
     if (code != 0)
         return code;
-    double *inv_freq = dn_alloc0(half, sizeof *inv_freq), magnitude = dn_model_rope_magnitude(&m->hyper);
+    double *inv_freq = dn_alloc0(half, sizeof *inv_freq), magnitude = dn_hyper_rope_magnitude(&m->hyper);
     dn_model_rope_freqs(m, inv_freq);
     float *host = dn_alloc0(ROPE_CHUNK, row * sizeof *host);
     for (uint32_t first = 0; first < r->conf.context_tokens; first += ROPE_CHUNK) {

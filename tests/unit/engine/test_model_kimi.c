@@ -48,8 +48,8 @@ Test(model_kimi, yarn_has_its_golden_numbers)
                                               {20, 1.80702339e-05},
                                               {31, 4.38220646e-07}},
                       8);
-    cr_expect_float_eq(dn_model_attention_scale(&m.hyper), 0.14467962580268923, 1e-16);
-    cr_expect_eq(dn_model_rope_magnitude(&m.hyper), 1);
+    cr_expect_float_eq(dn_hyper_attention_scale(&m.hyper), 0.14467962580268923, 1e-16);
+    cr_expect_eq(dn_hyper_rope_magnitude(&m.hyper), 1);
     m = yarn(64, 1, 1);
     check_frequencies(
         &m,
@@ -58,9 +58,9 @@ Test(model_kimi, yarn_has_its_golden_numbers)
         5);
     m = yarn(32, 1, 1);
     check_frequencies(&m, (const struct golden[]){{20, 3.61404677e-05}, {31, 8.76441291e-07}}, 2);
-    cr_expect_float_eq(dn_model_attention_scale(&m.hyper), 0.13086079996295005, 1e-16);
+    cr_expect_float_eq(dn_hyper_attention_scale(&m.hyper), 0.13086079996295005, 1e-16);
     m.hyper.rope_yarn = false;
-    cr_expect_float_eq(dn_model_attention_scale(&m.hyper), 1 / sqrt(192), 1e-16);
+    cr_expect_float_eq(dn_hyper_attention_scale(&m.hyper), 1 / sqrt(192), 1e-16);
 }
 
 /* What the two mscales do when they are not both 1: cos and sin are stretched by their ratio, logits by the second. */
@@ -69,10 +69,10 @@ Test(model_kimi, yarn_magnitudes)
     struct dn_model m = yarn(40, 32, 1);
     m.hyper.rope_mscale = 0.707;
     double a = 0.1 * 0.707 * log(40) + 1, b = 0.1 * log(40) + 1;
-    cr_expect_float_eq(dn_model_rope_magnitude(&m.hyper), a / b, 1e-15);
+    cr_expect_float_eq(dn_hyper_rope_magnitude(&m.hyper), a / b, 1e-15);
     m.hyper.rope_mscale = m.hyper.rope_mscale_all_dim = 0;
-    cr_expect_float_eq(dn_model_rope_magnitude(&m.hyper), b, 1e-15);
-    cr_expect_float_eq(dn_model_attention_scale(&m.hyper), 1 / sqrt(192), 1e-16);
+    cr_expect_float_eq(dn_hyper_rope_magnitude(&m.hyper), b, 1e-15);
+    cr_expect_float_eq(dn_hyper_attention_scale(&m.hyper), 1 / sqrt(192), 1e-16);
 }
 
 /* ---- What is read ------------------------------------------------------------------------------------------------ */

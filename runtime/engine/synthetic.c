@@ -10,8 +10,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* Bytes of noise; a multiple of any page size, and no multiple of a matrix's rows, so that rows differ. */
-enum { NOISE_BYTES = 16 << 20, FP8_BLOCK = 128, INT4_GROUP = 32, NIBBLES = 8 };
+/* Bytes of noise; a multiple of any page size, and no multiple of a matrix's rows, so that rows differ. Tensors begin
+ * at places of their own in it: multiples of PLACE. */
+enum { NOISE_BYTES = 16 << 20, PLACE = 4096, FP8_BLOCK = 128, INT4_GROUP = 32, NIBBLES = 8 };
 
 /* What a tensor's values are. */
 enum content { MATRIX, NIBBLE, NIBBLE_SCALE, CODE, CODE_SCALE, ONES, ZEROS, CONTENTS };
@@ -158,7 +159,7 @@ static void make_tensors(struct dn_model *m, enum dn_weight_format f)
  * (forget these pages) holds for it as well. */
 static int map_noise(struct noise *n, enum content what, float scale, struct dn_err *err)
 {
-    size_t bytes = (n->bytes + NOISE_BYTES - 1) / NOISE_BYTES * NOISE_BYTES;
+    size_t bytes = (n->bytes + 2 * NOISE_BYTES - 1) / NOISE_BYTES * NOISE_BYTES; /* wherever a tensor begins */
     n->fd = memfd_create("dunlin-noise", MFD_CLOEXEC);
     uint8_t *first = MAP_FAILED;
     if (n->fd >= 0 && ftruncate(n->fd, NOISE_BYTES) == 0)
@@ -188,7 +189,7 @@ static int make_noise(struct dn_model *m, struct dn_err *err)
             code = map_noise(&s->noise[what], (enum content)what, scale, err);
     for (size_t i = 0; i < s->n && code == 0; i++) {
         struct dn_tensor *t = &s->tensor[i];
-        t->data = s->noise[t->dim[2]].data;
+        t->data = s->noise[t->dim[2]].data + i * 2654435761u % (NOISE_BYTES / PLACE) * PLACE;
         t->dim[2] = 0;
     }
     return code;

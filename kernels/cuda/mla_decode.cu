@@ -327,14 +327,19 @@ static __device__ __forceinline__ void scores(uint32_t shared, uint32_t tile, ui
                                               uint32_t t, float (&s)[16])
 {
     float d[32];
+    /* Blocks 0-3 and half of 4, or 5-8 and the other half; operand() counts 16 bytes in its low bits. */
+    uint64_t qa = dn_wgmma_operand(shared + Q_AT + w * 5 * DN_MLA_BLOCK, 16, 1024);
+    uint64_t kb = dn_wgmma_operand(tile + w * 5 * DN_MLA_BLOCK, 16, 1024);
+    uint64_t q4 = dn_wgmma_operand(shared + Q_AT + 4 * DN_MLA_BLOCK + w * 64, 16, 1024);
+    uint64_t k4 = dn_wgmma_operand(tile + 4 * DN_MLA_BLOCK + w * 64, 16, 1024);
     dn_wgmma_fence();
+#pragma unroll
     for (uint32_t i = 0; i < 2 * BLOCKS; i++) {
-        uint32_t k = w * 2 * BLOCKS + i, at = k / 4 * DN_MLA_BLOCK + k % 4 * 32;
-        uint64_t qa = dn_wgmma_operand(shared + Q_AT + at, 16, 1024), kb = dn_wgmma_operand(tile + at, 16, 1024);
+        uint32_t at = i < 16 ? (i / 4 * DN_MLA_BLOCK + i % 4 * 32) / 16 : (i - 16) * 2;
         if (fp8)
-            dn_wgmma_n64_f16(d, qa, kb, i != 0);
+            dn_wgmma_n64_f16(d, (i < 16 ? qa : q4) + at, (i < 16 ? kb : k4) + at, i != 0);
         else
-            dn_wgmma_n64_bf16(d, qa, kb, i != 0);
+            dn_wgmma_n64_bf16(d, (i < 16 ? qa : q4) + at, (i < 16 ? kb : k4) + at, i != 0);
     }
     dn_wgmma_commit();
     dn_wgmma_wait<0>();
@@ -436,13 +441,14 @@ static __device__ __forceinline__ void tiles(const struct args &a, const struct 
                 o[k] *= alpha[k / 2 % 2];
         dn_sync(BAR_P, CONSUMERS);
         dn_wgmma_fence();
+        uint64_t pa = dn_wgmma_operand(shared + P_AT, 16, 1024);
+        uint64_t vb = dn_wgmma_operand(tile + w * 4 * DN_MLA_BLOCK, DN_MLA_BLOCK, 1024);
+#pragma unroll
         for (uint32_t k = 0; k < 4; k++) {
-            uint64_t pa = dn_wgmma_operand(shared + P_AT + k * 32, 16, 1024);
-            uint64_t vb = dn_wgmma_operand(tile + w * 4 * DN_MLA_BLOCK + k * 2048, DN_MLA_BLOCK, 1024);
             if (fp8)
-                dn_wgmma_n256_f16(o, pa, vb, !first || k != 0);
+                dn_wgmma_n256_f16(o, pa + k * 2, vb + k * 128, !first || k != 0);
             else
-                dn_wgmma_n256_bf16(o, pa, vb, !first || k != 0);
+                dn_wgmma_n256_bf16(o, pa + k * 2, vb + k * 128, !first || k != 0);
         }
         dn_wgmma_commit();
         dn_wgmma_wait<0>();
@@ -601,7 +607,7 @@ static __device__ __forceinline__ void zero_item(const struct args &a, const str
 static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_rows, uint8_t *memory, uint32_t shared,
                                                struct tail *tail, uint32_t t)
 {
-    uint32_t w = t / 128, n = 0, merged = blockIdx.x;
+    uint32_t w = __shfl_sync(0xffffffffu, t / 128, 0), n = 0, merged = blockIdx.x; /* w: in a uniform register */
     struct cursor c = {0, 0}, cm = {0, 0};
     struct item it, next;
     bool more = find_item(a, n_rows, &c, blockIdx.x, &it);
@@ -634,11 +640,8 @@ static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_
             if (t % 32 == 0)
                 dn_barrier_arrive(dn_shared(&tail->empty[last & 1]));
             if (it.n_splits > 1) {
-                if (t < heads) {
+                if (t < heads)
                     dn_bulk_wait();
-                    dn_fence_async_all();
-                }
-                __threadfence();
                 dn_sync(BAR_ALL, CONSUMERS);
                 if (t == 0) {
                     __threadfence();

@@ -30,7 +30,7 @@ enum {
     EXPAND_STAGE = 2 * TILE_BLOCK,
     EXPAND_BYTES = EXPAND_STAGES * EXPAND_STAGE + 2 * TILE_BLOCK + 128, /* shared memory */
     FLASH_128_BYTES = (3 + 2 * (3 + 2)) * TILE_BLOCK + 128,
-    FLASH_256_BYTES = (4 + 1 * (4 + 4)) * TILE_BLOCK + 128,
+    FLASH_256_BYTES = (4 + 2 * (4 + 4) / 2) * TILE_BLOCK + 128,
     GROUP_PAGES = 2048,      /* of sequences taken together */
     EXPANDED_BYTES = 256 << 20,
 };
@@ -229,16 +229,16 @@ static __device__ __forceinline__ bool find_rows(const struct args &a, uint32_t 
     return false;
 }
 
-template <int NOPE, int V, int STAGES> struct plan {
+template <int NOPE, int V, int N, int STAGES> struct plan {
     static constexpr int KB = NOPE / 64 + 1, VB = V / 64;
-    static constexpr uint32_t q = KB * TILE_BLOCK, k = KB * TILE_BLOCK, v = VB * TILE_BLOCK;
+    static constexpr uint32_t block = N * 128, q = KB * TILE_BLOCK, k = KB * block, v = VB * block;
 };
 
-template <int NOPE, int V, int STAGES>
+template <int NOPE, int V, int N, int STAGES>
 static __device__ __forceinline__ void produce(const struct args &a, const struct rows &r, uint32_t head, uint32_t n_tiles,
                                                uint32_t k_at, uint32_t v_at, uint32_t bars)
 {
-    using P = plan<NOPE, V, STAGES>;
+    using P = plan<NOPE, V, N, STAGES>;
     const uint8_t *expanded = a.expanded + ((size_t)head * a.n_pages + r.page0) * a.n_blocks * DN_MLA_BLOCK;
     const uint8_t *gathered = a.gathered + (size_t)r.page0 * GATHERED + LATENT_BLOCKS * DN_MLA_BLOCK;
     for (uint32_t j = 0; j < n_tiles; j++) {
@@ -246,42 +246,48 @@ static __device__ __forceinline__ void produce(const struct args &a, const struc
         uint32_t k = k_at + b * P::k, v = v_at + b * P::v, k_full = bars + 8 * b, v_full = k_full + 16;
         dn_barrier_wait(k_full + 32, parity);
         dn_barrier_expect(k_full, P::k);
-        for (uint32_t half = 0; half < 2; half++) {
-            uint32_t page = min(2 * j + half, r.n_pages - 1); /* one that isn't there: another, finite; it is masked */
+        for (uint32_t half = 0; half < N / 64; half++) {
+            uint32_t page = min(N / 64 * j + half, r.n_pages - 1); /* one that isn't there: another, finite; it is masked */
             for (uint32_t i = 0; i + 1 < P::KB; i++)
-                dn_bulk_copy(k + i * TILE_BLOCK + half * DN_MLA_BLOCK,
+                dn_bulk_copy(k + i * P::block + half * DN_MLA_BLOCK,
                              expanded + ((size_t)page * a.n_blocks + i) * DN_MLA_BLOCK, DN_MLA_BLOCK, k_full);
-            dn_bulk_copy(k + (P::KB - 1) * TILE_BLOCK + half * DN_MLA_BLOCK, gathered + (size_t)page * GATHERED,
+            dn_bulk_copy(k + (P::KB - 1) * P::block + half * DN_MLA_BLOCK, gathered + (size_t)page * GATHERED,
                          DN_MLA_BLOCK, k_full);
         }
         dn_barrier_wait(v_full + 32, parity);
         dn_barrier_expect(v_full, P::v);
-        for (uint32_t half = 0; half < 2; half++) {
-            uint32_t page = min(2 * j + half, r.n_pages - 1);
+        for (uint32_t half = 0; half < N / 64; half++) {
+            uint32_t page = min(N / 64 * j + half, r.n_pages - 1);
             for (uint32_t i = 0; i < P::VB; i++)
-                dn_bulk_copy(v + i * TILE_BLOCK + half * DN_MLA_BLOCK,
+                dn_bulk_copy(v + i * P::block + half * DN_MLA_BLOCK,
                              expanded + ((size_t)page * a.n_blocks + NOPE / 64 + i) * DN_MLA_BLOCK, DN_MLA_BLOCK, v_full);
         }
     }
 }
 
-template <int KB> static __device__ __forceinline__ void scores(float (&s)[64], uint32_t q, uint32_t k)
+template <int KB, int N> static __device__ __forceinline__ void scores(float (&s)[N / 2], uint32_t q, uint32_t k)
 {
     dn_wgmma_fence();
-    for (uint32_t i = 0; i < KB * 4; i++)
-        dn_wgmma_n128_bf16(s, dn_wgmma_operand(q + i / 4 * TILE_BLOCK + i % 4 * 32, 16, 1024),
-                           dn_wgmma_operand(k + i / 4 * TILE_BLOCK + i % 4 * 32, 16, 1024), i != 0);
+    for (uint32_t i = 0; i < KB * 4; i++) {
+        uint64_t a = dn_wgmma_operand(q + i / 4 * TILE_BLOCK + i % 4 * 32, 16, 1024);
+        uint64_t b = dn_wgmma_operand(k + i / 4 * N * 128 + i % 4 * 32, 16, 1024);
+        if constexpr (N == 128)
+            dn_wgmma_n128_bf16(s, a, b, i != 0);
+        else
+            dn_wgmma_n64_bf16(s, a, b, i != 0);
+    }
     dn_wgmma_commit();
 }
 
 /* Scores to exponentials, in place; alpha for the accumulators. limit: the positions of the thread's rows. */
-static __device__ __forceinline__ void softmax(float (&s)[64], float (&top)[2], float (&sum)[2], float (&alpha)[2],
+template <int N>
+static __device__ __forceinline__ void softmax(float (&s)[N / 2], float (&top)[2], float (&sum)[2], float (&alpha)[2],
                                                float scale_log2, uint32_t first, const uint32_t (&limit)[2])
 {
     float m[2] = {-INFINITY, -INFINITY};
-    bool mask = first + TILE - 1 > limit[0]; /* the lower of both */
+    bool mask = first + N - 1 > limit[0]; /* the lower of both */
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
+    for (int i = 0; i < N / 2; i++) {
         if (mask && first + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2 > limit[i / 2 % 2])
             s[i] = -INFINITY;
         m[i / 2 % 2] = fmaxf(m[i / 2 % 2], s[i]);
@@ -298,19 +304,19 @@ static __device__ __forceinline__ void softmax(float (&s)[64], float (&top)[2], 
         sum[i] *= alpha[i];
     }
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
+    for (int i = 0; i < N / 2; i++) {
         s[i] = exp2_fast(fmaf(s[i], scale_log2, -base[i / 2 % 2]));
         sum[i / 2 % 2] += s[i];
     }
 }
 
-template <int V>
-static __device__ __forceinline__ void values(float (&o)[V / 2], const uint32_t (&p)[8][4], uint32_t v)
+template <int V, int N>
+static __device__ __forceinline__ void values(float (&o)[V / 2], const uint32_t (&p)[N / 16][4], uint32_t v)
 {
     dn_wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        uint64_t b = dn_wgmma_operand(v + (uint32_t)i * 2048, TILE_BLOCK, 1024);
+    for (int i = 0; i < N / 16; i++) {
+        uint64_t b = dn_wgmma_operand(v + (uint32_t)i * 2048, N * 128, 1024);
         if constexpr (V == 128)
             dn_wgmma_n128_rs(o, p[i], b);
         else
@@ -319,10 +325,10 @@ static __device__ __forceinline__ void values(float (&o)[V / 2], const uint32_t 
     dn_wgmma_commit();
 }
 
-static __device__ __forceinline__ void pack(uint32_t (&p)[8][4], const float (&s)[64])
+template <int N> static __device__ __forceinline__ void pack(uint32_t (&p)[N / 16][4], const float (&s)[N / 2])
 {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < N / 16; i++)
 #pragma unroll
         for (int k = 0; k < 4; k++)
             p[i][k] = bf16_pair(s[8 * i + 2 * k], s[8 * i + 2 * k + 1]);
@@ -344,37 +350,37 @@ static __device__ __forceinline__ void load_q(const struct args &a, const struct
     dn_sync(1 + (int)w, 128);
 }
 
-template <int NOPE, int V, int STAGES>
+template <int NOPE, int V, int N, int STAGES>
 static __device__ __forceinline__ void consume(const struct args &a, const struct rows &r, uint32_t head, uint32_t n_tiles,
                                                uint32_t q, uint32_t k_at, uint32_t v_at, uint32_t bars)
 {
-    using P = plan<NOPE, V, STAGES>;
+    using P = plan<NOPE, V, N, STAGES>;
     uint32_t w = threadIdx.x / 128, t = threadIdx.x % 128, lane = t % 32, row = w * 64 + t / 32 * 16 + lane / 4;
     load_q<P::KB>(a, r, head, w, q, t);
     q += w * DN_MLA_BLOCK;
-    float o[V / 2], s[64], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, alpha[2];
-    uint32_t p[8][4], limit[2];
+    float o[V / 2], s[N / 2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, alpha[2];
+    uint32_t p[N / 16][4], limit[2];
     for (int i = 0; i < V / 2; i++)
         o[i] = 0;
     for (uint32_t i = 0; i < 2; i++)
         limit[i] = r.position0 + min(row + 8 * i, r.n - 1);
     dn_barrier_wait(bars, 0);
-    scores<P::KB>(s, q, k_at);
+    scores<P::KB, N>(s, q, k_at);
     dn_wgmma_wait<0>();
     if (lane == 0)
         dn_barrier_arrive(bars + 32);
-    softmax(s, top, sum, alpha, a.scale_log2, 0, limit);
-    pack(p, s);
+    softmax<N>(s, top, sum, alpha, a.scale_log2, 0, limit);
+    pack<N>(p, s);
     for (uint32_t j = 0; j + 1 < n_tiles; j++) {
         uint32_t b = j % STAGES, next = (j + 1) % STAGES;
         dn_barrier_wait(bars + 8 * next, (j + 1) / STAGES & 1);
-        scores<P::KB>(s, q, k_at + next * P::k);
+        scores<P::KB, N>(s, q, k_at + next * P::k);
         dn_barrier_wait(bars + 16 + 8 * b, j / STAGES & 1);
-        values<V>(o, p, v_at + b * P::v);
+        values<V, N>(o, p, v_at + b * P::v);
         dn_wgmma_wait<1>();
         if (lane == 0)
             dn_barrier_arrive(bars + 32 + 8 * next);
-        softmax(s, top, sum, alpha, a.scale_log2, (j + 1) * TILE, limit);
+        softmax<N>(s, top, sum, alpha, a.scale_log2, (j + 1) * N, limit);
         dn_wgmma_wait<0>();
         if (lane == 0)
             dn_barrier_arrive(bars + 48 + 8 * b);
@@ -382,11 +388,11 @@ static __device__ __forceinline__ void consume(const struct args &a, const struc
 #pragma unroll
             for (int i = 0; i < V / 2; i++)
                 o[i] *= alpha[i / 2 % 2];
-        pack(p, s);
+        pack<N>(p, s);
     }
     uint32_t b = (n_tiles - 1) % STAGES;
     dn_barrier_wait(bars + 16 + 8 * b, (n_tiles - 1) / STAGES & 1);
-    values<V>(o, p, v_at + b * P::v);
+    values<V, N>(o, p, v_at + b * P::v);
     dn_wgmma_wait<0>();
     for (uint32_t i = 0; i < 2; i++) {
         sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
@@ -403,9 +409,9 @@ static __device__ __forceinline__ void consume(const struct args &a, const struc
 }
 
 /* Barriers of 8 bytes: K full [2], V full [2], K empty [2], V empty [2]. */
-template <int NOPE, int V, int STAGES> static __device__ __forceinline__ void flash(const struct args &a)
+template <int NOPE, int V, int N, int STAGES> static __device__ __forceinline__ void flash(const struct args &a)
 {
-    using P = plan<NOPE, V, STAGES>;
+    using P = plan<NOPE, V, N, STAGES>;
     extern __shared__ __align__(1024) uint8_t memory[];
     uint32_t q = dn_shared(memory), k_at = q + P::q, v_at = k_at + STAGES * P::k, bars = v_at + STAGES * P::v;
     uint32_t t = threadIdx.x, head = blockIdx.y;
@@ -427,14 +433,14 @@ template <int NOPE, int V, int STAGES> static __device__ __forceinline__ void fl
                 make_uint4(0, 0, 0, 0);
         return;
     }
-    uint32_t n_tiles = (r.position0 + r.n + TILE - 1) / TILE;
+    uint32_t n_tiles = (r.position0 + r.n + N - 1) / N;
     if (t >= CONSUMERS) {
         dn_registers_down<24>();
         if (t == CONSUMERS)
-            produce<NOPE, V, STAGES>(a, r, head, n_tiles, k_at, v_at, bars);
+            produce<NOPE, V, N, STAGES>(a, r, head, n_tiles, k_at, v_at, bars);
     } else {
         dn_registers_up<240>();
-        consume<NOPE, V, STAGES>(a, r, head, n_tiles, q, k_at, v_at, bars);
+        consume<NOPE, V, N, STAGES>(a, r, head, n_tiles, q, k_at, v_at, bars);
     }
 }
 
@@ -449,13 +455,13 @@ static __global__ void __launch_bounds__(THREADS, 1) expand_kernel(const __grid_
 static __global__ void __launch_bounds__(THREADS, 1) flash_128(const __grid_constant__ struct args a)
 {
 #if DN_HOPPER
-    flash<128, 128, 2>(a);
+    flash<128, 128, 128, 2>(a);
 #endif
 }
 static __global__ void __launch_bounds__(THREADS, 1) flash_256(const __grid_constant__ struct args a)
 {
 #if DN_HOPPER
-    flash<192, 256, 1>(a);
+    flash<192, 256, 64, 2>(a);
 #endif
 }
 

@@ -44,16 +44,11 @@ template <int pending> static __device__ __forceinline__ void dn_wgmma_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-/* Generic writes to shared memory before, asynchronous accesses after (and the other way round). Of shared memory alone: a
- * fence of all memory is a membar.gpu, which costs a tile of MLA as much as its mathematics. */
+/* Generic accesses to shared memory before, asynchronous ones after. Named: without shared::cta it is a fence of the whole GPU,
+ * about a microsecond. */
 static __device__ __forceinline__ void dn_fence_async()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-/* The same for global memory, too. */
-static __device__ __forceinline__ void dn_fence_async_all()
-{
-    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 template <int n> static __device__ __forceinline__ void dn_registers_up()

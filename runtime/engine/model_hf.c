@@ -4,6 +4,7 @@
 #include "base/json.h"
 #include "engine/mapfile.h"
 #include "engine/tokenizer.h"
+#include "engine/tokenizer_config.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
@@ -398,6 +399,25 @@ static const json_t *find_template(const json_t *v)
     return NULL;
 }
 
+/* *out = NULL if the file is not there. Its numbers may be larger than integers: a model_max_length of 1e30 is usual.
+ */
+static int read_tokenizer_config(const struct dn_model *m, json_t **out, struct dn_err *err)
+{
+    char *path = path_if_there(m, "tokenizer_config.json"), *text;
+    size_t len;
+    *out = NULL;
+    if (path == NULL)
+        return 0;
+    int code = dn_mapfile_read_text(path, MAX_TOKENIZER_CONFIG_BYTES, &text, &len, err);
+    if (code == 0) {
+        *out = dn_tok_json_load(text, len, true, err);
+        code = *out != NULL ? 0 : dn_err_prefix(err, "%s", path);
+        free(text);
+    }
+    free(path);
+    return code;
+}
+
 static int read_template(struct dn_model *m, struct dn_err *err)
 {
     char *path = path_if_there(m, "chat_template.jinja"), *text;
@@ -408,7 +428,7 @@ static int read_template(struct dn_model *m, struct dn_err *err)
         return code == 0 ? dn_model_take_template(m, text, len, "chat_template.jinja", err) : code;
     }
     json_t *c;
-    int code = read_json(m, "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES, true, &c, err);
+    int code = read_tokenizer_config(m, &c, err);
     if (code != 0 || c == NULL)
         return code;
     const json_t *t = find_template(json_object_get(c, "chat_template"));

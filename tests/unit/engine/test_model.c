@@ -16,7 +16,8 @@ Test(model, a_checkpoint_folder_is_described)
     dn_buf_puts(&b, "{\"eos_token_id\": 7}");
     tiny_file(folder, "generation_config.json", &b);
     dn_buf_clear(&b);
-    dn_buf_puts(&b, "{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"T\"},{\"name\":\"default\",\"template\":"
+    dn_buf_puts(&b, "{\"model_max_length\":1000000000000000019884624838656,\"chat_template\":[{\"name\":\"tool_use\","
+                    "\"template\":\"T\"},{\"name\":\"default\",\"template\":"
                     "\"D{{ x }}\"}]}");
     tiny_file(folder, "tokenizer_config.json", &b);
     cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);

@@ -50,6 +50,7 @@ struct kimi_fault {
     bool transposed;      /* dimensions said the other way round */
     const char *extra;    /* members of config.json, each with a comma before it */
     const char *without;  /* a member of config.json that is left out */
+    const char *shape_of; /* a packed module whose weight_shape says the dimensions the other way round */
     const char *one_more; /* a tensor that is there as well, of 2 values */
 };
 
@@ -123,7 +124,14 @@ static inline void kimi_int4(struct kimi_writer *k, const char *module, unsigned
         scale[i] = dn_f32_to_bf16((float)((tiny_draw(h, i) & 127) + 128) / 8192);
     kimi_raw(k, name, "BF16", n_out, n_in / 32, scale, n / 16);
     snprintf(name, sizeof name, "%s.weight_shape", module);
-    kimi_raw(k, name, "I32", 0, 2, (int32_t[]){(int32_t)n_out, (int32_t)n_in}, 8);
+    /* Published files have I32, compressed-tensors itself writes I64. */
+    bool other = k->fault.shape_of != NULL && strcmp(k->fault.shape_of, module) == 0;
+    int64_t wide[2] = {other ? n_in : n_out, other ? n_out : n_in};
+    int32_t narrow[2] = {(int32_t)wide[0], (int32_t)wide[1]};
+    if (k->kind->form == KIMI_INT4)
+        kimi_raw(k, name, "I64", 0, 2, wide, sizeof wide);
+    else
+        kimi_raw(k, name, "I32", 0, 2, narrow, sizeof narrow);
     free(q);
     free(scale);
 }

@@ -231,6 +231,8 @@ Test(model_kimi, shapes_are_checked)
         snprintf(text, sizeof text, ": tensor \"%s\": %s", bad[i].name, bad[i].text);
         refused(bad[i].kind, FAULT(.tensor = bad[i].name, .transposed = true), text);
     }
+    refused(4, FAULT(.shape_of = "model.layers.1.self_attn.kv_b_proj"),
+            ": tensor \"model.layers.1.self_attn.kv_b_proj.weight_shape\": says [64][384], expected [384][64]");
 }
 
 Test(model_kimi, types_are_checked)

@@ -305,7 +305,7 @@ static void all_faults(struct gpu *g, uint32_t list, struct cache *c, enum dn_st
         cr_expect_gt(d, n_new * 64, "nothing was written for sequence %u", q);
         cr_expect(good.id[q] >= 0 && good.id[q] < VOCAB);
     }
-    for (int f = 0; f < FAULTS; f++)
+    for (int f = getenv("DN_GPU_SMALL") ? FREED : 0; f < FAULTS; f++)
         one_fault(g, list, c, kind, n_new, (enum fault)f, arena, &good);
     free(arena), free(good.arena), free(good.out);
 }
@@ -317,7 +317,8 @@ static void whole_test(bool mla)
     open_cache(&g, &c, mla);
     gpu_prepare(&g, 1, ops, &c);
     all_faults(&g, 1, &c, DN_STEP_DECODE, 1);
-    all_faults(&g, 7, &c, DN_STEP_DECODE, 1);
+    if (!getenv("DN_GPU_SMALL"))
+        all_faults(&g, 7, &c, DN_STEP_DECODE, 1);
     all_faults(&g, 1, &c, DN_STEP_PREFILL, 9);
     printf("faults: %s done\n", mla ? "mla" : "gqa");
     free(c.act_host);

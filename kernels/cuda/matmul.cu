@@ -59,34 +59,6 @@ template <int format, bool symmetric, int N> struct plan {
     static constexpr uint32_t bytes = 1024 + stages * stage_bytes + join_bytes + 2 * stages * 8;
 };
 
-/* The k tiles of a block, row tile after row tile. */
-struct walk {
-    uint32_t begin, end; /* its run of k tiles */
-    uint32_t tile, next; /* row tile, and the k tile to go on with */
-    uint32_t k, n;       /* now: first k tile, number of them */
-};
-static __device__ __forceinline__ struct walk walk_begin(const struct args &a)
-{
-    uint32_t run = blockIdx.x % a.n_runs, begin = run * a.w.n_tiles / a.n_runs,
-             end = (run + 1) * a.w.n_tiles / a.n_runs;
-    struct walk w = {begin, end, blockIdx.x / a.n_runs, begin, 0, 0};
-    return w;
-}
-/* The next k tiles of one row tile, at most `most`; false at the end. */
-static __device__ __forceinline__ bool walk_next(struct walk &w, const struct args &a, uint32_t most)
-{
-    if (w.next == w.end) {
-        w.tile += gridDim.x / a.n_runs;
-        w.next = w.begin;
-    }
-    if (w.tile >= a.n_tiles)
-        return false;
-    w.k = w.next;
-    w.n = min(w.end - w.next, most);
-    w.next += w.n;
-    return true;
-}
-
 static __device__ __forceinline__ uint32_t first_block(const struct args &a, uint32_t tile) /* of 64 rows */
 {
     return tile / a.group_tiles * a.group_blocks + tile % a.group_tiles * 2;
@@ -101,34 +73,83 @@ static __device__ __forceinline__ void join_barrier() /* the computing warps */
     asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
 
+/* What a block works on: k tiles [begin, end) of row tiles first, first + step, ... */
+struct share {
+    uint32_t begin, end, first, step;
+};
+static __device__ __forceinline__ struct share share_of(const struct args &a)
+{
+    uint32_t run = blockIdx.x % a.n_runs;
+    struct share s = {run * a.w.n_tiles / a.n_runs, (run + 1) * a.w.n_tiles / a.n_runs, blockIdx.x / a.n_runs,
+                      gridDim.x / a.n_runs};
+    return s;
+}
+
+/* One lane copies; weights may be ahead of activations. Divisions only where a row tile begins: this lane's time for a
+ * stage is what limits small matrices. */
+struct copier {
+    struct share share;
+    struct {
+        const uint8_t *from;
+        uint32_t k, tile;
+        bool second;
+    } w;
+    struct {
+        uint32_t k, tile, group;
+    } x;
+    uint64_t policy;
+    uint32_t stage, phase; /* the next one, and the parity of its barrier `empty` to wait for */
+    bool waits;            /* stages have been used before */
+};
+
+static __device__ __forceinline__ void copier_tile(struct copier &c, const struct args &a)
+{
+    c.w.from = dn_tile(a.w, first_block(a, c.w.tile), c.share.begin);
+    c.w.second = has_second_block(a, c.w.tile);
+    c.w.k = c.share.begin;
+}
+
+/* The next weights to a stage; false at the end. */
 template <int format, bool symmetric, int N>
-static __device__ __forceinline__ void copy_weights(const struct args &a, const struct walk &w, uint8_t *stage,
+static __device__ __forceinline__ bool copy_weights(struct copier &c, const struct args &a, uint8_t *stage,
                                                     uint64_t *full)
 {
     using P = plan<format, symmetric, N>;
-    bool second = has_second_block(a, w.tile);
-    uint32_t bytes = w.n * P::tile_bytes, block = first_block(a, w.tile);
-    dn_barrier_expect(full, bytes * (second ? 2 : 1) + w.n * 2 * P::box_bytes);
-    dn_bulk_once(stage + P::x_bytes, dn_tile(a.w, block, w.k), bytes, full);
-    if (second)
-        dn_bulk_once(stage + P::x_bytes + P::tiles * P::tile_bytes, dn_tile(a.w, block + 1, w.k), bytes, full);
+    if (c.w.k == c.share.end) {
+        c.w.tile += c.share.step;
+        if (c.w.tile >= a.n_tiles)
+            return false;
+        copier_tile(c, a);
+    }
+    const uint32_t n = min((uint32_t)P::tiles, c.share.end - c.w.k), bytes = n * P::tile_bytes;
+    dn_barrier_expect(full, (c.w.second ? 2 * bytes : bytes) + n * 2 * P::box_bytes);
+    dn_bulk_once(stage + P::x_bytes, c.w.from, bytes, full, c.policy);
+    if (c.w.second)
+        dn_bulk_once(stage + P::x_bytes + P::tiles * P::tile_bytes, c.w.from + a.w.n_tiles * P::tile_bytes, bytes, full,
+                     c.policy);
+    c.w.from += bytes;
+    c.w.k += n;
+    return true;
 }
 
-/* One lane copies; weights may be ahead of activations. */
-struct copier {
-    struct walk weights, x;
-    uint32_t i, s; /* stages asked for, and the next one */
-};
 /* Weights for the first stages, before the previous kernel has ended. */
 template <int format, bool symmetric, int N>
 static __device__ __forceinline__ void copy_first(struct copier &c, const struct args &a, uint8_t *stages,
                                                   uint64_t *full)
 {
     using P = plan<format, symmetric, N>;
-    c.weights = c.x = walk_begin(a);
-    c.i = c.s = 0;
-    for (int s = 0; s < P::stages && walk_next(c.weights, a, P::tiles); s++)
-        copy_weights<format, symmetric, N>(a, c.weights, stages + s * P::stage_bytes, full + s);
+    dn_prefetch_map(&a.x);
+    c.share = share_of(a);
+    c.policy = dn_policy_once();
+    c.w.tile = c.x.tile = c.share.first;
+    copier_tile(c, a);
+    c.x.k = c.share.begin;
+    c.x.group = c.x.tile / a.group_tiles;
+    c.stage = c.phase = 0;
+    c.waits = false;
+    for (int s = 0; s < P::stages; s++)
+        if (!copy_weights<format, symmetric, N>(c, a, stages + s * P::stage_bytes, full + s))
+            break;
 }
 /* The next stage, once the computing warps have done with it; false at the end. */
 template <int format, bool symmetric, int N>
@@ -136,19 +157,34 @@ static __device__ __forceinline__ bool copy_next(struct copier &c, const struct 
                                                  uint64_t *full, uint64_t *empty)
 {
     using P = plan<format, symmetric, N>;
-    uint8_t *stage = stages + c.s * P::stage_bytes;
-    if (!walk_next(c.x, a, P::tiles))
-        return false;
-    if (c.i >= P::stages) {
-        dn_barrier_wait(empty + c.s, (c.i / P::stages - 1) & 1);
-        walk_next(c.weights, a, P::tiles);
-        copy_weights<format, symmetric, N>(a, c.weights, stage, full + c.s);
+    uint8_t *stage = stages + c.stage * P::stage_bytes;
+    if (c.x.k == c.share.end) {
+        c.x.tile += c.share.step;
+        if (c.x.tile >= a.n_tiles) {
+            c.x.tile -= c.share.step; /* as often as it is asked */
+            return false;
+        }
+        c.x.group = c.x.tile / a.group_tiles;
+        c.x.k = c.share.begin;
     }
-    for (uint32_t b = 0; b < 2 * c.x.n; b++)
-        dn_bulk_box(stage + b * P::box_bytes, &a.x, c.x.k * DN_TILE_K + b * 64, a.token0, c.x.tile / a.group_tiles,
-                    full + c.s);
-    c.i++;
-    c.s = c.s + 1 == P::stages ? 0 : c.s + 1;
+    if (c.waits) {
+        dn_barrier_wait(empty + c.stage, c.phase);
+        copy_weights<format, symmetric, N>(c, a, stage, full + c.stage);
+    }
+    const uint32_t n = min((uint32_t)P::tiles, c.share.end - c.x.k);
+#pragma unroll
+    for (uint32_t t = 0; t < P::tiles; t++)
+        if (t < n)
+#pragma unroll
+            for (uint32_t half = 0; half < 2; half++)
+                dn_bulk_box(stage + (2 * t + half) * P::box_bytes, &a.x, (c.x.k + t) * DN_TILE_K + half * 64, a.token0,
+                            c.x.group, full + c.stage);
+    c.x.k += n;
+    if (++c.stage == P::stages) {
+        c.stage = 0;
+        c.phase ^= c.waits;
+        c.waits = true;
+    }
     return true;
 }
 
@@ -162,7 +198,6 @@ static __device__ __forceinline__ void multiply(float (&sum)[2][N / 8][4], const
     float2 fp8[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        dn_a_load<format>(raw[j], tile, strip + j, half, lane);
         if (format == DN_W_INT4 || format == DN_W_INT8)
             scales[j] = dn_a_scales<format>(tile, false, strip + j, half, lane);
         if (format == DN_W_INT4 && !symmetric)
@@ -176,38 +211,53 @@ static __device__ __forceinline__ void multiply(float (&sum)[2][N / 8][4], const
         float2 scale[2], offset[2];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
+            dn_a_load_part<format>(raw[j], tile, strip + j, half, q, lane);
             dn_a_fragment<format, symmetric>(raw[j], 2 * q, a[j][0]);
             dn_a_fragment<format, symmetric>(raw[j], 2 * q + 1, a[j][1]);
             scale[j] = format == DN_W_FP8 ? fp8[j] : dn_scale_pair(q ? scales[j].y : scales[j].x, scale_is_bf16);
             offset[j] = dn_scale_pair(q ? offsets[j].y : offsets[j].x, scale_is_bf16);
         }
+        constexpr int together = N < 16 ? 1 : 2; /* columns of 8 tokens: four chains of products */
 #pragma unroll
-        for (int n = 0; n < N / 8; n++) {
-            uint32_t b[4], row = n * 8 + lane % 8;
-            dn_ldmatrix(b, box + row * 128 + (((q * 4 + lane / 8) ^ (row % 8)) << 4));
-            float ones[4] = {0, 0, 0, 0};
+        for (int n = 0; n < N / 8; n += together) {
+            uint32_t b[together][4];
+            float c[together][2][4], ones[together][4];
+#pragma unroll
+            for (int m = 0; m < together; m++)
+                dn_ldmatrix(b[m], box + (n + m) * 1024 + lane % 8 * 128 + (((q * 4 + lane / 8) ^ (lane % 8)) << 4));
+#pragma unroll
+            for (int m = 0; m < together; m++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    if (format == DN_W_BF16)
+                        dn_mma(sum[j][n + m], a[j][0], b[m][0], b[m][1]);
+                    else
+                        dn_mma_first(c[m][j], a[j][0], b[m][0], b[m][1]);
+#pragma unroll
+            for (int m = 0; m < together; m++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    dn_mma(format == DN_W_BF16 ? sum[j][n + m] : c[m][j], a[j][1], b[m][2], b[m][3]);
             if (format == DN_W_INT4 && !symmetric) {
                 const uint32_t one[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-                dn_mma(ones, one, b[0], b[1]);
-                dn_mma(ones, one, b[2], b[3]);
-            }
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                if (format == DN_W_BF16) {
-                    dn_mma(sum[j][n], a[j][0], b[0], b[1]);
-                    dn_mma(sum[j][n], a[j][1], b[2], b[3]);
-                    continue;
-                }
-                float c[4] = {0, 0, 0, 0};
-                dn_mma(c, a[j][0], b[0], b[1]);
-                dn_mma(c, a[j][1], b[2], b[3]);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    sum[j][n][i] = fmaf(c[i], i < 2 ? scale[j].x : scale[j].y, sum[j][n][i]);
-                    if (format == DN_W_INT4 && !symmetric)
-                        sum[j][n][i] = fmaf(ones[i], i < 2 ? offset[j].x : offset[j].y, sum[j][n][i]);
+                for (int m = 0; m < together; m++) {
+                    dn_mma_first(ones[m], one, b[m][0], b[m][1]);
+                    dn_mma(ones[m], one, b[m][2], b[m][3]);
                 }
             }
+            constexpr int scaled = format == DN_W_BF16 ? 0 : together;
+#pragma unroll
+            for (int m = 0; m < scaled; m++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float &s = sum[j][n + m][i];
+                        s = fmaf(c[m][j][i], i < 2 ? scale[j].x : scale[j].y, s);
+                        if (format == DN_W_INT4 && !symmetric)
+                            s = fmaf(ones[m][i], i < 2 ? offset[j].x : offset[j].y, s);
+                    }
         }
     }
 }
@@ -359,35 +409,39 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
             copy_next<format, symmetric, N>(copier, a, stages, full, empty);
     __syncwarp();
     const int pair = warp % 4, half = warp / 4;
-    struct walk w = walk_begin(a);
-    uint32_t i = 0, s = 0;
-    float sum[2][N / 8][4] = {};
-    while (walk_next(w, a, P::tiles)) {
-        if (!P::has_copier && copies && i > 0)
-            copy_next<format, symmetric, N>(copier, a, stages, full, empty); /* into the stage of the last turn */
-        __syncwarp();
-        dn_barrier_wait(full + s, (i / P::stages) & 1);
-        const uint8_t *stage = stages + s * P::stage_bytes;
-        if (pair < 2 || has_second_block(a, w.tile)) {
-            const uint8_t *tile = stage + P::x_bytes + pair / 2 * (P::tiles * P::tile_bytes);
-            uint32_t box = dn_shared(stage) + half * P::box_bytes;
-            for (uint32_t t = 0; t < w.n; t++, tile += P::tile_bytes, box += 2 * P::box_bytes)
+    const struct share share = share_of(a);
+    uint32_t s = 0, phase = 0;
+    bool refill = false;
+    for (uint32_t row_tile = share.first; row_tile < a.n_tiles; row_tile += share.step) {
+        float sum[2][N / 8][4] = {};
+        const bool has_rows = pair < 2 || has_second_block(a, row_tile);
+        for (uint32_t k = share.begin; k < share.end; k += P::tiles) {
+            if (!P::has_copier && copies && refill)
+                copy_next<format, symmetric, N>(copier, a, stages, full, empty); /* into the stage of the last turn */
+            refill = true;
+            __syncwarp();
+            const uint8_t *stage = stages + s * P::stage_bytes;
+            dn_barrier_wait(full + s, phase);
+            if (has_rows) {
+                const uint8_t *tile = stage + P::x_bytes + pair / 2 * (P::tiles * P::tile_bytes);
+                uint32_t box = dn_shared(stage) + half * P::box_bytes;
                 multiply<format, symmetric, N>(sum, tile, box, pair % 2 * 2, half, lane, a.w.scale_is_bf16);
+                if (P::tiles > 1 && k + 1 < share.end)
+                    multiply<format, symmetric, N>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes, pair % 2 * 2,
+                                                   half, lane, a.w.scale_is_bf16);
+            }
+            __syncwarp();
+            if (lane == 0)
+                dn_barrier_arrive(empty + s);
+            if (++s == P::stages) {
+                s = 0;
+                phase ^= 1;
+            }
         }
-        __syncwarp();
-        if (lane == 0)
-            dn_barrier_arrive(empty + s);
-        if (w.next == w.end) {
-            if (a.n_runs > 1)
-                finish_cluster<N>(a, w.tile, sum, (float *)stages, warp, lane);
-            else
-                finish_alone<N>(a, w.tile, sum, join, warp, lane);
-#pragma unroll
-            for (int n = 0; n < N; n++)
-                sum[n / 4 % 2][n / 8][n % 4] = 0;
-        }
-        i++;
-        s = s + 1 == P::stages ? 0 : s + 1;
+        if (a.n_runs > 1)
+            finish_cluster<N>(a, row_tile, sum, (float *)stages, warp, lane);
+        else
+            finish_alone<N>(a, row_tile, sum, join, warp, lane);
     }
 #endif
 }
@@ -483,6 +537,10 @@ static void launch_cluster(struct dn_cuda *c, void (*kernel)(struct args), uint3
 template <int format, bool symmetric, int N> static bool launch(struct dn_cuda *c, uint32_t grid, const struct args &a)
 {
     using P = plan<format, symmetric, N>;
+    /* Or the driver leaves room for one block an SM. */
+    if (!c->measuring)
+        cudaFuncSetAttribute((const void *)few<format, symmetric, N>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared);
     if (a.n_runs > 1)
         launch_cluster(c, few<format, symmetric, N>, grid, P::threads, P::bytes, a);
     else
@@ -572,8 +630,8 @@ void dn_cuda_matmul(struct dn_device *d, const struct dn_matmul *p)
     struct dn_cuda *c = dn_cuda(d);
     struct dn_cuda_few f = {p->w, p->a, p->w->n_in, 0, {p->out, p->bias, p->w->n_out, p->w->n_out, 0, p->out_f32}};
     DN_BUG_ON(p->w->n_groups > 1);
-    /* A step's rows are few even in prefill. */
-    if (p->rows_only || c->kind == DN_STEP_DECODE)
+    /* A step's rows are few even in prefill. cuBLASLt wants rows of 16 bytes. */
+    if (p->rows_only || c->kind == DN_STEP_DECODE || p->w->n_out % 8)
         dn_cuda_few(c, &f, p->rows_only ? c->n_rows : c->n_tokens);
     else
         dn_cuda_matmul_large(c, p, c->n_tokens);

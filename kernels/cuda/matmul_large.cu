@@ -270,14 +270,15 @@ void dn_cuda_matmul_large(struct dn_cuda *c, const struct dn_matmul *p, uint32_t
     uint8_t *space = (uint8_t *)dn_cuda_workspace(c, slab_bytes + LT_BYTES + products);
     pthread_mutex_lock(&lock);
     struct lt *l = lt_of(c->conf.index);
-    bool ok = l;
-    for (uint32_t row0 = 0; row0 < n_out && ok; row0 += slab) {
+    const char *what = l ? NULL : "cuBLASLt does not start";
+    for (uint32_t row0 = 0; row0 < n_out && !what; row0 += slab) {
         struct job j = {};
         uint32_t rows = n_out - row0 < slab ? n_out - row0 : slab;
         bool f32 = p->out_f32 || scratch;
         j.shape = shape_of(l, rows, w.n_in, n_out, f32);
-        ok = j.shape;
-        if (!ok || c->measuring || c->failed)
+        if (!j.shape)
+            what = "cuBLASLt has no product for a matrix's shape";
+        if (what || c->measuring || c->failed)
             continue;
         launch_unpack(c, w, row0, rows, (__nv_bfloat16 *)space);
         j.x = p->a;
@@ -285,12 +286,13 @@ void dn_cuda_matmul_large(struct dn_cuda *c, const struct dn_matmul *p, uint32_t
         j.workspace = space + slab_bytes;
         j.out = (scratch ? space + slab_bytes + LT_BYTES : (uint8_t *)p->out) + (size_t)row0 * (f32 ? 4 : 2);
         j.n = n;
-        ok = multiply(c, l, &j);
+        if (!multiply(c, l, &j))
+            what = "cuBLASLt refuses its own product";
     }
     pthread_mutex_unlock(&lock);
-    if (!ok)
-        dn_cuda_failed(c, cudaErrorNotSupported, "cuBLASLt");
-    if (ok && p->bias)
+    if (what)
+        dn_cuda_failed(c, cudaErrorNotSupported, what);
+    if (!what && p->bias)
         for (uint32_t t = 0; t < n; t += 32768) {
             size_t at = (size_t)t * n_out;
             const float *from = (const float *)(scratch ? space + slab_bytes + LT_BYTES : p->out) + at;

@@ -30,6 +30,14 @@ static __device__ __forceinline__ void dn_mma(float c[4], const uint32_t a[4], u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/* c = A * B (warp). */
+static __device__ __forceinline__ void dn_mma_first(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
 /* Four 8x8 matrices of 16-bit values (warp): lane i gives the address of row i % 8 (16 bytes) of matrix i / 8 and gets
  * values 2 (lane % 4) and the next of row lane / 4 of each. Eight rows in different 16-byte bank groups: no conflict.
  */
@@ -118,16 +126,31 @@ static __device__ __forceinline__ void dn_bulk(void *shared, const void *global,
                  : "memory");
 #endif
 }
-/* The same for weights, which nobody reads again soon: first to leave the L2 cache. */
-static __device__ __forceinline__ void dn_bulk_once(void *shared, const void *global, uint32_t bytes, uint64_t *b)
+/* The same for what nobody reads again soon, weights: first to leave the L2 cache. `policy` is dn_policy_once()'s. */
+static __device__ __forceinline__ uint64_t dn_policy_once()
+{
+    uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+static __device__ __forceinline__ void dn_bulk_once(void *shared, const void *global, uint32_t bytes, uint64_t *b,
+                                                    uint64_t policy)
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
-        "{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], p; }" ::
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
             "r"(dn_shared(shared)),
-        "l"(global), "r"(bytes), "r"(dn_shared(b))
+        "l"(global), "r"(bytes), "r"(dn_shared(b)), "l"(policy)
         : "memory");
+#endif
+}
+/* Fetches a tensor map ahead of its first use. */
+static __device__ __forceinline__ void dn_prefetch_map(const CUtensorMap *map)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 #endif
 }
 /* A box of a 3-D tensor map at coordinates x (innermost), y, z; out of bounds is zero and counts as bytes all the same.

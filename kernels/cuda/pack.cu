@@ -8,8 +8,8 @@
  * Two buffers a lane: one is filled while the other is read. Piece: codes [rows][k tiles][128 codes], then scales
  * [rows][k tiles][4] 16-bit, offsets alike, then FP8's scales [row blocks][k tiles] f32.
  *
- * pack_tiles: a block of 256 threads a tile; shared: the tile as rows. Rows that the piece does not have keep what the
- * packed tile has. Floor: the bus, some 55 GB/s.
+ * pack_tiles: a block of 256 threads for 64 rows x 256 bytes of codes; shared: those rows. Rows that the piece does not
+ * have keep what the packed tile has. Floor: the bus, some 55 GB/s.
  */
 #include "kernels/cpu/pack_numbers.h"
 #include "kernels/cuda/weights.cuh"
@@ -37,6 +37,13 @@ static __host__ __device__ constexpr uint32_t row_bytes(int format)
 
 /* ---- On the device ---- */
 
+/* Tiles a block packs, side by side: 256 bytes of a row at a time cross the bus better than 64. */
+static __host__ __device__ constexpr uint32_t block_tiles(int format)
+{
+    return 256 / row_bytes(format);
+}
+enum { ROW_STRIDE = 256 + 16 }; /* in shared memory */
+
 /* Word i of a tile's codes from its rows; words of rows that are not new keep `old`'s bits. */
 template <int format>
 static __device__ uint32_t packed_word(const uint8_t *rows, uint32_t i, uint32_t first, uint32_t end, uint32_t old)
@@ -45,13 +52,13 @@ static __device__ uint32_t packed_word(const uint8_t *rows, uint32_t i, uint32_t
     if (format == DN_W_BF16) {
         row += chunk / 8 * 16 + (i & 1) * 8;
         k += chunk % 8 * 16 + (i & 2) * 4;
-        word = *(const uint32_t *)(rows + row * row_bytes(format) + k * 2);
+        word = *(const uint32_t *)(rows + row * ROW_STRIDE + k * 2);
         mask = row >= first && row < end ? ~0u : 0;
     } else if (format == DN_W_INT4) {
         row += chunk / 2 * 16;
         k += chunk % 2 * 64 + i % 4 * 16;
         for (int j = 0; j < 4; j++) {
-            uint32_t r = row + (j & 1) * 8, b = rows[r * row_bytes(format) + k / 2 + (j >> 1) * 4];
+            uint32_t r = row + (j & 1) * 8, b = rows[r * ROW_STRIDE + k / 2 + (j >> 1) * 4];
             word |= ((b & 15) | (b >> 4) << 16) << (4 * j);
             mask |= r >= first && r < end ? 0x000f000fu << (4 * j) : 0;
         }
@@ -60,7 +67,7 @@ static __device__ uint32_t packed_word(const uint8_t *rows, uint32_t i, uint32_t
         k += chunk % 4 * 32 + i / 2 % 2 * 16 + i % 2 * 8;
         for (int b = 0; b < 4; b++) {
             uint32_t r = row + (b & 1) * 8;
-            word |= (uint32_t)rows[r * row_bytes(format) + k + (b >> 1)] << (8 * b);
+            word |= (uint32_t)rows[r * ROW_STRIDE + k + (b >> 1)] << (8 * b);
             mask |= r >= first && r < end ? 0xffu << (8 * b) : 0;
         }
     }
@@ -76,40 +83,54 @@ static __device__ void pack_scales(uint16_t *to, const uint16_t *from, uint32_t 
         to[i] = from[(size_t)row * n_tiles * 4 + i / 2 % 4];
 }
 
-template <int format> static __global__ void __launch_bounds__(THREADS) pack_tiles(struct dn_weights w, struct piece p)
+/* FP8's header; all threads of the block. */
+static __device__ void pack_head(uint8_t *head, const uint8_t *rows, uint32_t first, uint32_t end, float scale)
 {
-    __shared__ __align__(16) uint8_t rows[dn_tile_codes(format)];
     __shared__ uint32_t nan_rows[2];
-    const uint32_t block = blockIdx.y, tile = blockIdx.x, first_row = block * DN_TILE_ROWS;
-    uint32_t first = p.first > first_row ? p.first - first_row : 0,
-             end = min(p.end - first_row, (uint32_t)DN_TILE_ROWS);
-    uint8_t *out = (uint8_t *)dn_tile(w, p.block0 + block, p.tile0 + tile);
-    const bool whole = first == 0 && end == DN_TILE_ROWS;
-    constexpr uint32_t vectors = row_bytes(format) / 16;
-    for (uint32_t i = threadIdx.x; i < DN_TILE_ROWS * vectors; i += THREADS) {
-        uint32_t row = first_row + i / vectors;
-        ((uint4 *)rows)[i] = ((const uint4 *)p.codes)[((size_t)row * p.n_tiles + tile) * vectors + i % vectors];
-    }
+    __syncthreads();
     if (threadIdx.x < 2)
         nan_rows[threadIdx.x] = 0;
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < dn_tile_codes(format) / 4; i += THREADS)
-        ((uint32_t *)out)[i] = packed_word<format>(rows, i, first, end, whole ? 0 : ((const uint32_t *)out)[i]);
-    if (format == DN_W_INT4 || format == DN_W_INT8) {
-        uint16_t *scales = (uint16_t *)(out + dn_tile_codes(format));
-        size_t at = ((size_t)first_row * p.n_tiles + tile) * 4;
-        pack_scales(scales, p.scales + at, threadIdx.x, first, end, p.n_tiles);
-        if (format == DN_W_INT4 && !w.symmetric)
-            pack_scales(scales + DN_TILE_SCALES / 2, p.offsets + at, threadIdx.x, first, end, p.n_tiles);
+    for (uint32_t i = threadIdx.x; i < DN_TILE_ROWS * DN_TILE_K; i += THREADS) {
+        uint32_t row = i / DN_TILE_K;
+        if ((rows[row * ROW_STRIDE + i % DN_TILE_K] & 0x7f) == 0x7f && row >= first && row < end)
+            atomicOr(&nan_rows[row / 32], 1u << row % 32);
     }
-    if (format == DN_W_FP8) {
-        for (uint32_t i = threadIdx.x; i < sizeof rows; i += THREADS)
-            if ((rows[i] & 0x7f) == 0x7f && i / row_bytes(format) >= first && i / row_bytes(format) < end)
-                atomicOr(&nan_rows[i / row_bytes(format) / 32], 1u << i / row_bytes(format) % 32);
-        __syncthreads();
-        if (threadIdx.x == 0)
-            *(uint4 *)(out + dn_tile_codes(format)) = make_uint4(
-                __float_as_uint(p.fp8_scales[(size_t)block * p.n_tiles + tile]), 0, nan_rows[0], nan_rows[1]);
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *(uint4 *)head = make_uint4(__float_as_uint(scale), 0, nan_rows[0], nan_rows[1]);
+}
+
+template <int format> static __global__ void __launch_bounds__(THREADS) pack_tiles(struct dn_weights w, struct piece p)
+{
+    __shared__ __align__(16) uint8_t rows[DN_TILE_ROWS * ROW_STRIDE];
+    const uint32_t block = blockIdx.y, tile0 = blockIdx.x * block_tiles(format), first_row = block * DN_TILE_ROWS;
+    const uint32_t first = p.first > first_row ? p.first - first_row : 0;
+    const uint32_t end = min(p.end - first_row, (uint32_t)DN_TILE_ROWS),
+                   tiles = min(p.n_tiles - tile0, block_tiles(format));
+    const bool whole = first == 0 && end == DN_TILE_ROWS;
+    constexpr uint32_t vectors = row_bytes(format) / 16;
+    for (uint32_t i = threadIdx.x; i < DN_TILE_ROWS * 16; i += THREADS) {
+        size_t row = first_row + i / 16;
+        if (i % 16 < tiles * vectors)
+            *(uint4 *)(rows + i / 16 * ROW_STRIDE + i % 16 * 16) =
+                ((const uint4 *)p.codes)[(row * p.n_tiles + tile0) * vectors + i % 16];
+    }
+    __syncthreads();
+    for (uint32_t tile = tile0; tile < tile0 + tiles; tile++) {
+        const uint8_t *in = rows + (tile - tile0) * row_bytes(format);
+        uint8_t *out = (uint8_t *)dn_tile(w, p.block0 + block, p.tile0 + tile);
+        for (uint32_t i = threadIdx.x; i < dn_tile_codes(format) / 4; i += THREADS)
+            ((uint32_t *)out)[i] = packed_word<format>(in, i, first, end, whole ? 0 : ((const uint32_t *)out)[i]);
+        if (format == DN_W_INT4 || format == DN_W_INT8) {
+            uint16_t *scales = (uint16_t *)(out + dn_tile_codes(format));
+            size_t at = ((size_t)first_row * p.n_tiles + tile) * 4;
+            pack_scales(scales, p.scales + at, threadIdx.x, first, end, p.n_tiles);
+            if (format == DN_W_INT4 && !w.symmetric)
+                pack_scales(scales + DN_TILE_SCALES / 2, p.offsets + at, threadIdx.x, first, end, p.n_tiles);
+        }
+        if (format == DN_W_FP8)
+            pack_head(out + dn_tile_codes(format), in, first, end, p.fp8_scales[(size_t)block * p.n_tiles + tile]);
     }
 }
 
@@ -198,7 +219,8 @@ static void fill_piece(const struct dn_matrix *m, struct piece *p, uint8_t *at, 
 static void launch_pack(struct dn_cuda *c, const struct dn_matrix *m, const struct piece *p, cudaStream_t stream)
 {
     struct dn_weights w = dn_weights_of(m);
-    dim3 grid(p->n_tiles, p->n_blocks);
+    const uint32_t tiles = block_tiles(m->format);
+    dim3 grid((p->n_tiles + tiles - 1) / tiles, p->n_blocks);
     if (m->format == DN_W_BF16)
         pack_tiles<DN_W_BF16><<<grid, THREADS, 0, stream>>>(w, *p);
     else if (m->format == DN_W_FP8)

@@ -137,7 +137,8 @@ template <bool symmetric> static __device__ __forceinline__ void dn_int4_fragmen
     const uint32_t zero = symmetric ? 0x43084308 : 0x43004300;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        /* (w >> 4j & mask) | 128: as one instruction. Left to itself the compiler makes two, of a pipe that is the limit. */
+        /* (w >> 4j & mask) | 128: as one instruction. Left to itself the compiler makes two, of a pipe that is the
+         * limit. */
         uint32_t v;
         asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(w >> (4 * j)), "n"(0x000f000f), "r"(0x43004300));
         a[j] = dn_sub_bf16x2(v, zero);
@@ -178,6 +179,18 @@ static __device__ __forceinline__ void dn_a_load(struct dn_a_raw<format> &raw, c
     constexpr int n = sizeof raw / sizeof *raw.v;
 #pragma unroll
     for (int i = 0; i < n; i++)
+        raw.v[i] = ((const uint4 *)tile)[((strip * 2 + half) * n + i) * 32 + lane];
+}
+/* Only what steps 2 q and 2 q + 1 need (INT4: for q = 0 both, for q = 1 nothing), to have fewer registers in use. */
+template <int format>
+static __device__ __forceinline__ void dn_a_load_part(struct dn_a_raw<format> &raw, const uint8_t *tile, int strip,
+                                                      int half, int q, int lane)
+{
+    constexpr int n = sizeof raw / sizeof *raw.v, part = n > 1 ? n / 2 : 1;
+    if (n == 1 && q)
+        return;
+#pragma unroll
+    for (int i = q * part; i < (q + 1) * part; i++)
         raw.v[i] = ((const uint4 *)tile)[((strip * 2 + half) * n + i) * 32 + lane];
 }
 /* Registers a0..a3 of k16 step 0..3 (a constant after unrolling). symmetric matters for INT4 alone. */

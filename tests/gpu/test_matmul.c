@@ -196,6 +196,7 @@ static void check_matmul(struct gpu *g, struct dn_matrix shape, enum dn_step_kin
     struct weights t;
     weights_init(g, &t, shape);
     uint32_t n_out = shape.n_out, n_in = shape.n_in;
+    rounds_weights = rounds_weights && n_out % 8 == 0; /* cuBLASLt takes no others */
     float *x = malloc((size_t)max_n * n_in * sizeof *x), *bias = malloc(n_out * sizeof *bias);
     for (size_t i = 0; i < (size_t)max_n * n_in; i++)
         x[i] = gpu_normal() * ldexpf(1, (int)(i / n_in % 5) - 2);
@@ -399,6 +400,18 @@ struct bench {
     bool f32;
 };
 
+/* MLA's absorbed projections: 64 heads. */
+static void bench_group_ops(struct gpu *g, void *p)
+{
+    struct bench *b = p;
+    for (uint32_t i = 0; i < b->n_calls; i++) {
+        const struct dn_matrix *m = &b->m[i % b->n_copies];
+        struct dn_group_matmul call = {b->a,   m->n_groups * m->n_in,  m->n_in, m,
+                                       b->out, m->n_groups * m->n_out, m->n_out};
+        g->ops->group_matmul(g->d, &call);
+    }
+}
+
 static void bench_ops(struct gpu *g, void *p)
 {
     struct bench *b = p;
@@ -426,8 +439,8 @@ static void bench_init(struct gpu *g, struct bench *b, struct dn_matrix m)
     for (uint32_t c = 0; c < b->n_copies; c++) {
         b->m[c] = m;
         b->m[c].data = gpu_alloc(g, m.bytes);
-        for (uint32_t row = 0; row < m.n_out; row += ROWS_AT_ONCE) {
-            uint32_t n = m.n_out - row < ROWS_AT_ONCE ? m.n_out - row : ROWS_AT_ONCE;
+        for (uint32_t row = 0, rows = m.n_out * (m.n_groups ? m.n_groups : 1); row < rows; row += ROWS_AT_ONCE) {
+            uint32_t n = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
             cr_assert_eq(g->ops->matrix_pack(g->d, &b->m[c], row, n, &r), 0);
         }
     }
@@ -479,6 +492,19 @@ Test(matmul, bench_decode)
             fflush(stdout);
             bench_release(&g, &b);
         }
+    for (int k = 0; k < 2; k++) {
+        struct dn_matrix m = {.format = DN_W_BF16, .n_out = k ? 128 : 512, .n_in = k ? 512 : 128, .n_groups = 64};
+        bench_init(&g, &b, m);
+        gpu_prepare(&g, 1, bench_group_ops, &b);
+        for (size_t i = 0; i < sizeof ns / sizeof *ns; i++) {
+            step_of(&g, DN_STEP_DECODE, ns[i]);
+            double us = (gpu_time(&g, 1, bench_group_ops, &b) - empty[ns[i]]) / b.n_calls,
+                   rate = (double)b.m[0].bytes / us / 1e6;
+            printf("BENCH matmul %s 64x%ux%u M=%u %.2f us %.2f TB/s %.0f %%\n", dn_weight_format_name(m.format),
+                   m.n_out, m.n_in, ns[i], us, rate, rate / 4.65 * 100);
+        }
+        bench_release(&g, &b);
+    }
     gpu_close(&g);
 }
 

@@ -64,6 +64,7 @@ static void check_files(struct report *r)
 
 struct survey {
     struct report *r;
+    bool driver; /* there is an NVIDIA driver: then a GPU is expected to work */
     unsigned n_devices, n_lines;
 };
 
@@ -71,7 +72,7 @@ struct survey {
 static void survey_line(void *ctx, bool usable, const char *text)
 {
     struct survey *s = ctx;
-    line(s->r, usable ? 0 : 1, "gpu", text);
+    line(s->r, !usable && s->driver, "gpu", text);
     s->n_devices += usable && s->n_lines++ > 0;
 }
 
@@ -81,7 +82,7 @@ static void check_gpu(struct report *r)
     struct dn_err err;
     const struct dn_backend *b;
     bool driver = access("/dev/nvidiactl", F_OK) == 0;
-    struct survey s = {.r = r};
+    struct survey s = {.r = r, .driver = driver};
     int rc = dn_device_library(path, sizeof path, &err);
     if (rc == 0)
         rc = dn_kernels_load_library(path, &b, &err);

@@ -165,58 +165,66 @@ static void call_all(struct bench *b)
         b->call(b, i % b->n_copies);
 }
 
-static int time_calls(struct bench *b, uint32_t list, uint32_t n_calls, double us[STEPS], struct dn_err *err)
+static int prepare(struct bench *b, uint32_t list, uint32_t n_calls, struct dn_err *err)
 {
     int code;
     b->n_calls = n_calls;
     b->preparing = true;
-    uint32_t n_seqs = b->batch;
     while ((code = b->ops->prepare(b->d, list, err)) > 0) {
         call_all(b);
         b->ops->step_end(b->d);
     }
     b->preparing = false;
+    return code;
+}
+
+static int time_step(struct bench *b, uint32_t list, uint32_t n_calls, double *us, struct dn_err *err)
+{
+    b->n_calls = n_calls;
     b->s->kind = DN_STEP_DECODE;
-    b->s->n_tokens = b->s->n_seqs = b->s->n_rows = n_seqs;
+    b->s->n_tokens = b->s->n_seqs = b->s->n_rows = b->batch;
     b->s->n_tags = b->s->tag_first = 0;
-    for (int i = 0; i < WARM + STEPS && code == 0; i++) {
-        uint64_t start = dn_now_ns();
-        if (b->ops->step_begin(b->d, list))
-            call_all(b);
-        b->ops->step_end(b->d);
-        code = b->ops->step_wait(b->d, err);
-        if (i >= WARM)
-            us[i - WARM] = (double)(dn_now_ns() - start) * 1e-3;
-    }
+    uint64_t start = dn_now_ns();
+    if (b->ops->step_begin(b->d, list))
+        call_all(b);
+    b->ops->step_end(b->d);
+    int code = b->ops->step_wait(b->d, err);
+    *us = (double)(dn_now_ns() - start) * 1e-3;
     return code;
 }
 
 /* bytes: of one call, on average. */
 static int report(struct bench *b, const char *op, const char *what, double bytes, struct dn_err *err)
 {
-    double many[STEPS], few[STEPS], each[3];
+    double each[STEPS];
     uint32_t n = (uint32_t)(COLD_BYTES / (bytes + 1)) + 1;
     n = n < 8 ? 8 : n > MAX_CALLS ? MAX_CALLS : n;
     n = bytes > 1e9 ? 4 : n;
-    int code = time_calls(b, 1, n, many, err);
+    int code = prepare(b, 1, n, err);
     if (code == 0)
-        code = time_calls(b, 2, n / 4, few, err);
+        code = prepare(b, 2, n / 4, err);
+    for (int i = -WARM; i < STEPS && code == 0; i++) {
+        double many, few;
+        code = time_step(b, 1, n, &many, err);
+        if (code == 0)
+            code = time_step(b, 2, n / 4, &few, err);
+        if (code == 0 && i >= 0)
+            each[i] = (many - few) / (n - n / 4);
+    }
     if (code != 0)
         return code;
-    double base = dn_bench_quantile(few, STEPS, 0.5);
-    for (int i = 0; i < 3; i++)
-        each[i] = (dn_bench_quantile(many, STEPS, i == 0 ? 0.5 : i == 1 ? 0.1 : 0.9) - base) / (n - n / 4);
+    double us = dn_bench_quantile(each, STEPS, 0.5);
     struct dn_bench_table *t = &b->table;
     dn_bench_text(t, b->shape->name);
     dn_bench_text(t, op);
     dn_bench_text(t, what);
     dn_bench_number(t, 0, b->batch);
     dn_bench_number(t, 4, bytes * 1e-9);
-    dn_bench_number(t, 2, each[0]);
-    dn_bench_number(t, 2, each[1]);
-    dn_bench_number(t, 2, each[2]);
-    dn_bench_number(t, 3, bytes / each[0] * 1e-6);
-    dn_bench_number(t, 1, b->read_rate > 0 ? bytes / (each[0] * 1e-6) / b->read_rate * 100 : NAN);
+    dn_bench_number(t, 2, us);
+    dn_bench_number(t, 2, dn_bench_quantile(each, STEPS, 0.1));
+    dn_bench_number(t, 2, dn_bench_quantile(each, STEPS, 0.9));
+    dn_bench_number(t, 3, bytes / us * 1e-6);
+    dn_bench_number(t, 1, b->read_rate > 0 ? bytes / (us * 1e-6) / b->read_rate * 100 : NAN);
     return 0;
 }
 

@@ -1,23 +1,24 @@
 /* Sampling, as kernels/cpu/sample.c defines it.
  *
- * Maths. y = logits after penalties and bans, m = max y, w[i] = e^((y[i] - m) / T) as a fixed-point number of 2^-40.
- *   top_k keeps y >= the k-th largest; top_p the shortest run of (y falling, id rising) with sum w >= top_p * sum of what
- *   top_k left; min_p keeps w >= min_p. Drawn is the first kept id, ids rising, whose running sum exceeds u * sum.
+ * Maths. y = logits after penalties and bans, m = max y, w[i] = e^((y[i] - m) / T) as a fixed-point number of 2^-36.
+ *   top_k keeps y >= the k-th largest; top_p the shortest run of (y falling, id rising) with sum w >= top_p * sum of
+ * what top_k left; min_p keeps w >= min_p. Drawn is the first kept id, ids rising, whose running sum exceeds u * sum.
  * Sums of integers do not depend on their order: histograms are filled by atomics and yet give the same every time. The
- * distance to exact arithmetic: w is off by (2 + 1.2 |a|) 2^-23 relative, a = its exponent (ex2.approx), on average over
- * the drawn distribution |a| <= ln n = 12, hence the running sum by <= 2 * 17 * 2^-23 = 4.1e-6 of the whole, and by 2^-40
- * an id (1.5e-7 for 163,840). The CPU's own error is <= 1.5e-6. So ids agree unless u lies within 6e-6 of an edge.
+ * distance to exact arithmetic: w is off by (2 + 1.2 |a|) 2^-23 relative, a = its exponent (ex2.approx), on average
+ * over the drawn distribution |a| <= ln n = 12, hence the running sum by <= 2 * 17 * 2^-23 = 4.1e-6 of the whole, and
+ * by 2^-37 an id (at most 1.2e-6 for 163,840, where all round to one side). The CPU's own error is <= 1.5e-6. So ids
+ * agree unless u lies within 7e-6 of an edge.
  *
- * Work. A cluster of 8 blocks per row holds the row in its shared memory (20,480 values each for 163,840) and goes over it
- * as often as the row's parameters ask: the host need not know. Passes:
- *   always       max, min, NaN                                             1 exchange between the blocks
- *   logprob      sum of e^(x - m)                                          1
- *   alternatives rank select of the n_top-th (see select_rank()), gather   5..7
- *   penalties    in place, then max again                                  1
- *   top_k, top_p rank select by count, by weight                           3..5 each
- *   draw         sum of w a warp; the warp that u falls into walks         1
- * A select counts into 512 intervals of value between the extremes, then into 512 intervals of the chosen interval's float
- * codes, and so on until an interval is one code: 3 levels nearly always, 5 at most.
+ * Work. A cluster of 8 blocks per row holds the row in its shared memory (20,480 values each for 163,840) and goes over
+ * it as often as the row's parameters ask: the host need not know. Passes, each with an exchange between the blocks:
+ *   - always: max, min, NaN
+ *   - log-probabilities: sum of e^(x - m)
+ *   - alternatives: rank select of the n_top-th (see select_rank()) in 2 to 6 passes, gather
+ *   - penalties, bans: in place, then max again
+ *   - top_k, top_p: rank select by count, by weight, 2 to 6 passes each
+ *   - draw: sum of w a warp; the warp that u falls into walks
+ * A select counts into 512 intervals of value between the extremes, then into 512 intervals of the chosen interval's
+ * float codes, and so on until an interval is one code: 3 levels nearly always, 5 at most.
  *
  * Layout. Block b, warp w of 16 has the ids [(b * 16 + w) * 32 J, + 32 J), J = values a lane; ids that do not exist are
  * -inf. Shared memory: struct shared, then the values (or they lie in the workspace, where they do not fit: `in_shared`
@@ -39,7 +40,8 @@ enum {
     BINS = THREADS,
     FIELD_BITS = 16, /* of weights in the histograms' three fields: a sum of 2^16 of them fits 32 bits */
     MAX_IN_SHARED = 1 << 16,
-    WEIGHT_BITS = 40,
+    WEIGHT_BITS = 36,
+    HIGH_BITS = 13, /* weights are made in two parts: multiples of 2^-13, and what is left */
 };
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define CLUSTER __cluster_dims__(BLOCKS, 1, 1)
@@ -155,14 +157,39 @@ static __device__ __forceinline__ float value_of(uint32_t key)
 }
 static const uint32_t KEY_INF = 0xff800000u, KEY_MINUS_INF = 0x007fffffu;
 
+/* e^((v - max) * inv_t); as the CPU up to the product, so that both have the same exponent */
 static __device__ __forceinline__ float weight_of(float v, float max, float inv_t)
 {
-    return __expf(__fmul_rn(__fsub_rn(v, max), inv_t));
+    float w, a = __fmul_rn(__fmul_rn(__fsub_rn(v, max), inv_t), 1.4426950408889634f);
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"(a));
+    return w;
 }
-static __device__ __forceinline__ uint64_t fixed(float w) /* of [0, 1]; truncates */
+
+/* Weights of [0, 1] as integers and their sums, without conversions (which are slow): adding 2^10 leaves a multiple of
+ * 2^-13 in the low bits, adding 1.5 * 2^-13 to the rest one of 2^-36. Both constants' own bits are taken off the sums.
+ */
+struct sum {
+    uint32_t high, low;
+};
+#define HIGH_MAGIC 0x1p10f
+#define LOW_MAGIC  0x1.8p-13f
+static __device__ __forceinline__ void add_weight(struct sum &s, float w)
 {
-    uint32_t u = __float_as_uint(w), down = 127 - (u >> 23);
-    return down > WEIGHT_BITS ? 0 : (uint64_t)(u & 0x7fffffu | 0x800000u) << (WEIGHT_BITS - 23) >> down;
+    float high = __fadd_rn(w, HIGH_MAGIC), rest = __fsub_rn(w, __fsub_rn(high, HIGH_MAGIC));
+    s.high += __float_as_uint(high);
+    s.low += __float_as_uint(__fadd_rn(rest, LOW_MAGIC));
+}
+static __device__ __forceinline__ uint64_t sum_of(const struct sum &s, uint32_t n) /* n added, at most 500 */
+{
+    int32_t high = (int32_t)(s.high - n * __float_as_uint(HIGH_MAGIC));
+    int32_t low = (int32_t)(s.low - n * __float_as_uint(LOW_MAGIC));
+    return (uint64_t)(((int64_t)high << (WEIGHT_BITS - HIGH_BITS)) + low);
+}
+static __device__ __forceinline__ uint64_t fixed(float w)
+{
+    struct sum s = {0, 0};
+    add_weight(s, w);
+    return sum_of(s, 1);
 }
 
 /* For every value of the thread: `i` its place in r.value, `v` itself. */
@@ -170,7 +197,7 @@ static __device__ __forceinline__ uint64_t fixed(float w) /* of [0, 1]; truncate
     for (uint32_t i = (r).warp * 32 * (r).per_lane + (r).lane, end_ = i + 32 * (r).per_lane; i < end_; i += 32)
 
 struct extremes {
-    uint64_t best; /* key of the largest value, then ~id: the lowest id on ties */
+    uint64_t best;  /* key of the largest value, then ~id: the lowest id on ties */
     float max, min; /* min of those that are not -inf */
     uint32_t id;
     bool finite;
@@ -199,28 +226,41 @@ static __device__ struct extremes share_extremes(struct row &r, uint64_t best, u
     return e;
 }
 
-static __device__ __forceinline__ void note_extremes(float v, uint32_t id, uint64_t &best, uint32_t &lowest)
+/* What a thread has seen, ids rising. */
+struct seen {
+    float max, min;
+    uint32_t id;
+    bool bad; /* NaN or +inf */
+};
+static __device__ __forceinline__ void see(struct seen &s, float v, uint32_t id)
 {
-    uint32_t key = key_of(v);
-    uint64_t rank = (uint64_t)key << 32 | ~id;
-    best = rank > best ? rank : best;
-    lowest = key > KEY_MINUS_INF && key < lowest ? key : lowest;
+    bool more = v > s.max;
+    s.max = more ? v : s.max;
+    s.id = more ? id : s.id;
+    s.min = v > -INFINITY ? fminf(s.min, v) : s.min;
+    s.bad |= !(v < INFINITY);
+}
+static __device__ struct extremes share_seen(struct row &r, const struct seen &s)
+{
+    uint64_t best = (uint64_t)(s.bad ? ~0u : key_of(s.max)) << 32 | ~s.id;
+    return share_extremes(r, best, s.min < INFINITY ? key_of(s.min) : ~0u);
 }
 
 static __device__ struct extremes load(struct row &r, const float *logits)
 {
-    uint64_t best = 0;
-    uint32_t lowest = ~0u, base = r.warp * 32 * r.per_lane;
+    struct seen seen = {-INFINITY, INFINITY, 0, false};
+    uint32_t base = r.warp * 32 * r.per_lane;
     bool whole = r.first_id + base + 32 * r.per_lane <= r.n && ((uintptr_t)(logits + r.first_id) & 15) == 0;
+    seen.id = r.first_id + base;
     if (whole) { /* per_lane is a multiple of 4 */
 #pragma unroll 5
         for (uint32_t i = base + 4 * r.lane; i < base + 32 * r.per_lane; i += 128) {
             float4 x = __ldcg((const float4 *)(logits + r.first_id + i));
             *(float4 *)(r.value + i) = x;
-            note_extremes(x.x, r.first_id + i, best, lowest);
-            note_extremes(x.y, r.first_id + i + 1, best, lowest);
-            note_extremes(x.z, r.first_id + i + 2, best, lowest);
-            note_extremes(x.w, r.first_id + i + 3, best, lowest);
+            see(seen, x.x, r.first_id + i);
+            see(seen, x.y, r.first_id + i + 1);
+            see(seen, x.z, r.first_id + i + 2);
+            see(seen, x.w, r.first_id + i + 3);
         }
     } else {
         FOR_MY_VALUES(r)
@@ -228,11 +268,11 @@ static __device__ struct extremes load(struct row &r, const float *logits)
             uint32_t id = r.first_id + i;
             float x = id < r.n ? __ldcg(logits + id) : -INFINITY;
             r.value[i] = x;
-            note_extremes(x, id, best, lowest);
+            see(seen, x, id);
         }
     }
     __syncwarp();
-    return share_extremes(r, best, lowest);
+    return share_seen(r, seen);
 }
 
 /* Penalties and bans in place. */
@@ -255,22 +295,21 @@ static __device__ struct extremes adjust(struct row &r, const struct dn_sample &
             r.value[at] = -INFINITY;
     }
     __syncthreads();
-    uint64_t best = 0;
-    uint32_t lowest = ~0u;
-    FOR_MY_VALUES(r) note_extremes(r.value[i], r.first_id + i, best, lowest);
-    return share_extremes(r, best, lowest);
+    struct seen seen = {-INFINITY, INFINITY, 0, false};
+    FOR_MY_VALUES(r) see(seen, r.value[i], r.first_id + i);
+    return share_seen(r, seen);
 }
 
 /* ---- Rank select ---- */
 
-/* What a pass counts: every id once, or its weight. Only values of at least `cut` (a key) count. */
+/* What a pass counts: every id once, or its weight. Only values of at least `cut` count. */
 struct measure {
     bool by_weight;
-    float max, inv_t;
-    uint32_t cut;
+    float max, inv_t, cut;
 };
 
-/* The chosen interval: keys [low, high] within interval `bin` of value (if linear), what measures above it, and its own. */
+/* The chosen interval: keys [low, high] within interval `bin` of value (if linear), what measures above it, and its
+ * own. */
 struct interval {
     bool linear;
     uint32_t bin, low, high;
@@ -278,10 +317,10 @@ struct interval {
     uint64_t above, own;
 };
 
-static __device__ __forceinline__ uint32_t linear_bin(float v, float max, float scale)
+static __device__ __forceinline__ uint32_t linear_bin(float v, float max, float scale) /* rounds to nearest */
 {
-    float at = __fmul_rn(__fsub_rn(max, v), scale); /* +inf for -inf */
-    return at < BINS - 1 ? (uint32_t)at : BINS - 1;
+    float at = fminf(__fmul_rn(__fsub_rn(max, v), scale), BINS - 1); /* +inf for -inf */
+    return __float_as_uint(__fadd_rn(at, 0x1p23f)) & (2 * BINS - 1);
 }
 
 template <bool IN_SHARED>
@@ -312,27 +351,33 @@ static __device__ uint64_t level(struct row &r, const struct measure &m, struct 
     s->field[0][t] = s->field[1][t] = s->field[2][t] = 0;
     s->total[turn][t] = 0; /* the others have read it an exchange ago */
     __syncthreads();
-    FOR_MY_VALUES(r)
-    {
-        float v = r.value[i];
-        uint32_t key = key_of(v), b;
-        if (key < m.cut)
-            continue;
-        if (first) {
-            b = linear_bin(v, m.max, k.scale);
-        } else {
+    if (first) {
+        FOR_MY_VALUES(r)
+        {
+            float v = r.value[i];
+            uint64_t q = m.by_weight ? fixed(weight_of(v, m.max, m.inv_t)) : 1;
+            if (q && v >= m.cut)
+                count_into<IN_SHARED>(s, turn, linear_bin(v, m.max, k.scale), q);
+        }
+    } else {
+        float low = value_of(k.low), high = value_of(k.high);
+        FOR_MY_VALUES(r)
+        {
+            float v = r.value[i];
+            if (!(v >= low && v <= high))
+                continue;
+            uint32_t key = key_of(v); /* decides: -0 and 0 are equal, but have a code of their own each */
             if (key < k.low || key > k.high || (k.linear && linear_bin(v, m.max, k.scale) != k.bin))
                 continue;
-            b = (k.high - key) >> shift;
+            uint64_t q = m.by_weight ? fixed(weight_of(v, m.max, m.inv_t)) : 1;
+            if (q)
+                count_into<IN_SHARED>(s, turn, (k.high - key) >> shift, q);
         }
-        uint64_t q = m.by_weight ? fixed(weight_of(v, m.max, m.inv_t)) : 1;
-        if (q)
-            count_into<IN_SHARED>(s, turn, b, q);
     }
     __syncthreads();
     if (IN_SHARED)
-        s->total[turn][t] = s->field[0][t] + ((uint64_t)s->field[1][t] << FIELD_BITS) +
-                            ((uint64_t)s->field[2][t] << 2 * FIELD_BITS);
+        s->total[turn][t] =
+            s->field[0][t] + ((uint64_t)s->field[1][t] << FIELD_BITS) + ((uint64_t)s->field[2][t] << 2 * FIELD_BITS);
     cluster_sync();
     r.turn++;
     uint64_t own = 0;
@@ -371,10 +416,10 @@ static __device__ struct interval select_rank(struct row &r, const struct measur
 {
     struct interval k = {};
     float range = m.max - lowest;
-    if (m.by_weight) /* less than 2^-40 weighs nothing */
-        range = fminf(range, 28.0f / m.inv_t);
+    if (m.by_weight) /* less than 2^-37 weighs nothing */
+        range = fminf(range, 26.0f / m.inv_t);
     uint32_t bin;
-    k.low = m.cut;
+    k.low = key_of(m.cut);
     k.high = key_of(m.max);
     if (range > 1e-30f && range < 1e30f) {
         k.linear = true;
@@ -384,9 +429,9 @@ static __device__ struct interval select_rank(struct row &r, const struct measur
         /* Rounding of the interval's ends is less than this; who is a member, linear_bin() says. */
         float slack = 4e-6f * (fabsf(m.max) + range), width = range / (BINS - 1);
         if (bin > 0)
-            k.high = min(k.high, key_of(m.max - (float)bin * width + slack));
+            k.high = min(k.high, key_of(m.max - ((float)bin - 0.5f) * width + slack));
         if (bin < BINS - 1)
-            k.low = max(k.low, key_of(m.max - (float)(bin + 1) * width - slack));
+            k.low = max(k.low, key_of(m.max - ((float)bin + 0.5f) * width - slack));
     }
     while (k.low < k.high || *need == 0) {
         int bits = 32 - __clz((int)(k.high - k.low));
@@ -402,11 +447,11 @@ static __device__ struct interval select_rank(struct row &r, const struct measur
     return k;
 }
 
-/* Of the ids whose value is the code `key`, the first n stay, ids rising: the id of this warp's first that goes. */
-static __device__ uint32_t tie_end(struct row &r, uint32_t key, uint64_t n)
+/* Of the ids of this value the first n stay, ids rising: the id of this warp's first that goes. */
+static __device__ uint32_t tie_end(struct row &r, float value, uint64_t n)
 {
     uint32_t mine = 0;
-    FOR_MY_VALUES(r) mine += key_of(r.value[i]) == key;
+    FOR_MY_VALUES(r) mine += r.value[i] == value;
     mine = __reduce_add_sync(~0u, mine);
     exchange(r, mine, 0);
     uint64_t before = 0;
@@ -419,7 +464,7 @@ static __device__ uint32_t tie_end(struct row &r, uint32_t key, uint64_t n)
     uint32_t left = before < n ? (uint32_t)(n - before) : 0;
     FOR_MY_VALUES(r)
     {
-        uint32_t mask = __ballot_sync(~0u, key_of(r.value[i]) == key), found = __popc(mask);
+        uint32_t mask = __ballot_sync(~0u, r.value[i] == value), found = __popc(mask);
         if (left < found) {
             for (; left; left--)
                 mask &= mask - 1;
@@ -433,24 +478,33 @@ static __device__ uint32_t tie_end(struct row &r, uint32_t key, uint64_t n)
 /* ---- Drawing ---- */
 
 struct kept {
-    uint32_t cut, tie_end; /* values above `cut`, and of those equal to it the ids below tie_end */
+    float cut; /* values above it, and of those equal to it the ids below tie_end */
+    uint32_t tie_end;
     float max, inv_t, min_p;
 };
 
-static __device__ __forceinline__ uint64_t kept_weight(const struct kept &k, float v, uint32_t id)
+/* Of what is not kept: 0. */
+static __device__ __forceinline__ float kept_weight(const struct kept &k, float v, uint32_t id)
 {
-    uint32_t key = key_of(v);
-    if (key < k.cut || (key == k.cut && id >= k.tie_end))
-        return 0;
     float w = weight_of(v, k.max, k.inv_t);
-    return w >= k.min_p ? fixed(w) : 0;
+    bool kept = (v > k.cut || (v == k.cut && id < k.tie_end)) && w >= k.min_p;
+    return kept ? w : 0.0f;
 }
 
-/* The id that u * sum falls on. All threads of the warp that finds it return it, the others -1. */
-static __device__ int32_t draw(struct row &r, const struct kept &k, uint64_t bits)
+/* The id that u * sum falls on: the lanes of one warp return it, all others -1. */
+template <bool IN_SHARED> static __device__ int32_t draw(struct row &r, const struct kept &k, uint64_t bits)
 {
     uint64_t mine = 0;
-    FOR_MY_VALUES(r) mine += kept_weight(k, r.value[i], r.first_id + i);
+    struct sum sum = {0, 0};
+    FOR_MY_VALUES(r)
+    {
+        float w = kept_weight(k, r.value[i], r.first_id + i);
+        if (IN_SHARED)
+            add_weight(sum, w);
+        else
+            mine += fixed(w);
+    }
+    mine += IN_SHARED ? sum_of(sum, r.per_lane) : 0;
     mine = warp_sum(mine);
     exchange(r, mine, 0);
     enum { EACH = BLOCKS * WARPS / 32 };
@@ -470,14 +524,14 @@ static __device__ int32_t draw(struct row &r, const struct kept &k, uint64_t bit
     uint32_t base = r.warp * 32 * r.per_lane;
     uint64_t stretch = 0;
     for (uint32_t j = 0, i = base + r.lane * r.per_lane; j < r.per_lane; j++, i++)
-        stretch += kept_weight(k, r.value[i], r.first_id + i);
+        stretch += fixed(kept_weight(k, r.value[i], r.first_id + i));
     upto = warp_scan(stretch, r.lane);
     int owner = __ffs((int)__ballot_sync(~0u, upto > at)) - 1;
     at -= __shfl_sync(~0u, upto - stretch, owner);
     base += owner * r.per_lane;
     for (uint32_t j = 0; j < r.per_lane; j += 32) {
         uint32_t i = base + j + r.lane;
-        uint64_t w = j + r.lane < r.per_lane ? kept_weight(k, r.value[i], r.first_id + i) : 0;
+        uint64_t w = j + r.lane < r.per_lane ? fixed(kept_weight(k, r.value[i], r.first_id + i)) : 0;
         upto = warp_scan(w, r.lane);
         uint32_t mask = __ballot_sync(~0u, upto > at);
         if (mask)
@@ -487,44 +541,52 @@ static __device__ int32_t draw(struct row &r, const struct kept &k, uint64_t bit
     return -1;
 }
 
-/* Draws; the id goes into the pairs of the last exchange, since one warp alone knows it. */
 template <bool IN_SHARED>
 static __device__ int32_t pick(struct row &r, const struct dn_sample &p, const struct extremes &e)
 {
-    struct kept k = {0, ~0u, e.max, 1.0f / p.temperature, p.min_p};
-    struct measure m = {false, e.max, k.inv_t, 0};
+    struct kept k = {-INFINITY, ~0u, e.max, 1.0f / p.temperature, p.min_p};
+    struct measure m = {false, e.max, k.inv_t, -INFINITY};
     if (p.top_k > 0 && (uint32_t)p.top_k < r.n) {
         uint64_t need = (uint64_t)p.top_k;
-        k.cut = select_rank<IN_SHARED>(r, m, e.min, &need, 0).high;
+        k.cut = value_of(select_rank<IN_SHARED>(r, m, e.min, &need, 0).high);
     }
     if (p.top_p < 1.0f) {
         m = {true, e.max, k.inv_t, k.cut};
         uint64_t need = 0;
         struct interval at = select_rank<IN_SHARED>(r, m, e.min, &need, p.top_p);
-        uint64_t each = fixed(weight_of(value_of(at.high), e.max, k.inv_t)), left = need - at.above;
-        k.cut = at.high;
+        k.cut = value_of(at.high);
+        uint64_t each = fixed(weight_of(k.cut, e.max, k.inv_t)), left = need - at.above;
         if (left + each <= at.own) /* not all ties are needed */
             k.tie_end = tie_end(r, k.cut, (left + each - 1) / each);
     }
-    int32_t id = draw(r, k, dn_sample_bits(p.seed, p.counter));
-    exchange(r, (uint64_t)(uint32_t)(id + 1), 0);
-    uint64_t found = 0;
-    for (unsigned i = r.lane; i < r.n_blocks * WARPS; i += 32)
-        found += r.s->all[i].a;
-    return (int32_t)warp_sum(found) - 1;
+    return draw<IN_SHARED>(r, k, dn_sample_bits(p.seed, p.counter));
 }
 
 /* ---- Log-probabilities ---- */
 
-static __device__ double log_sum(struct row &r, float max)
+/* Sum of e^(x - max), as an integer: its logarithm is taken by the few threads that write. */
+template <bool IN_SHARED> static __device__ uint64_t exp_sum(struct row &r, float max)
 {
     uint64_t mine = 0;
-    FOR_MY_VALUES(r) mine += fixed(weight_of(r.value[i], max, 1.0f));
+    struct sum sum = {0, 0};
+    FOR_MY_VALUES(r)
+    {
+        float w = weight_of(r.value[i], max, 1.0f);
+        if (IN_SHARED)
+            add_weight(sum, w);
+        else
+            mine += fixed(w);
+    }
+    mine += IN_SHARED ? sum_of(sum, r.per_lane) : 0;
     exchange(r, warp_sum(mine), 0);
-    uint64_t sum = 0;
+    mine = 0;
     for (unsigned i = r.lane; i < r.n_blocks * WARPS; i += 32)
-        sum += r.s->all[i].a;
-    return log((double)warp_sum(sum) * (1.0 / ((uint64_t)1 << WEIGHT_BITS)));
+        mine += r.s->all[i].a;
+    return warp_sum(mine);
+}
+static __device__ __forceinline__ float log_probability(float x, float max, uint64_t sum)
+{
+    return (float)((double)x - (double)max - log((double)sum * (1.0 / ((uint64_t)1 << WEIGHT_BITS))));
 }
 
 /* The n largest values, ids rising on ties, into s->top of the first block, in any order. */
@@ -532,26 +594,28 @@ template <bool IN_SHARED> static __device__ void find_top(struct row &r, const s
 {
     struct shared *s = r.s;
     uint64_t need = n;
-    struct measure m = {false, e.max, 1.0f, 0};
+    struct measure m = {false, e.max, 1.0f, -INFINITY};
     if (threadIdx.x == 0)
         s->n_top = 0; /* seen by the others after the first exchange */
     struct interval at = select_rank<IN_SHARED>(r, m, e.min, &need, 0);
+    float cut = value_of(at.high);
     /* Ids that do not exist look like ids that are ruled out, but come after all of them. */
-    uint32_t end = tie_end(r, at.high, need - at.above);
+    uint32_t end = need - at.above < at.own ? tie_end(r, cut, need - at.above) : ~0u;
     FOR_MY_VALUES(r)
     {
-        uint32_t key = key_of(r.value[i]), id = r.first_id + i;
-        if (key > at.high || (key == at.high && id < end)) {
+        float v = r.value[i];
+        uint32_t id = r.first_id + i;
+        if (v > cut || (v == cut && id < end)) {
             uint32_t place = atomicAdd(of_block(&s->n_top, 0), 1u);
             if (place < DN_MAX_TOP)
-                *of_block(&s->top[place], 0) = (uint64_t)key << 32 | ~id;
+                *of_block(&s->top[place], 0) = (uint64_t)key_of(v) << 32 | ~id;
         }
     }
     cluster_sync();
 }
 
 /* By the first block. */
-static __device__ void write_top(const struct shared *s, uint32_t n, float max, double sum, struct dn_sampled *out)
+static __device__ void write_top(const struct shared *s, uint32_t n, float max, uint64_t sum, struct dn_sampled *out)
 {
     if (threadIdx.x >= n)
         return;
@@ -559,8 +623,8 @@ static __device__ void write_top(const struct shared *s, uint32_t n, float max, 
     uint32_t rank = 0;
     for (uint32_t i = 0; i < n; i++)
         rank += s->top[i] > mine;
-    out->top_id[rank] = (int32_t)~(uint32_t)mine;
-    out->top_logprob[rank] = (float)((double)value_of((uint32_t)(mine >> 32)) - (double)max - sum);
+    out->top_id[rank] = (int32_t) ~(uint32_t)mine;
+    out->top_logprob[rank] = log_probability(value_of((uint32_t)(mine >> 32)), max, sum);
 }
 
 /* ---- The kernel ---- */
@@ -573,43 +637,45 @@ struct sample_args {
     uint32_t n_vocab, n_valid, count_stride, per_lane;
 };
 
+/* out->id is -1. Whoever knows the id writes it: the first thread, or the warp that has drawn it. */
 template <bool IN_SHARED>
 static __device__ void sample_row(struct row &r, const struct sample_args &a, const float *logits,
                                   struct dn_sampled *out)
 {
     const struct dn_sample &p = r.s->row;
     struct extremes e = load(r, logits);
-    int32_t id = -1;
-    double sum = 0;
+    bool is_first = r.block == 0 && threadIdx.x == 0, is_target = p.target >= 0, draws = false;
+    if (!e.finite || (is_target && (uint32_t)p.target >= r.n))
+        return;
+    float max = e.max;
+    uint64_t sum = 0;
     uint32_t n_top = 0;
-    if (e.finite) {
-        bool target = p.target >= 0;
-        float max = e.max;
-        if (target)
-            id = (uint32_t)p.target < r.n ? p.target : -1;
-        if (p.n_top >= 0 && (!target || id >= 0)) {
-            sum = log_sum(r, max);
-            n_top = min((uint32_t)p.n_top, r.n);
-            if (n_top)
-                find_top<IN_SHARED>(r, e, n_top);
-        }
-        if (!target) {
-            bool penalties = p.slot >= 0 && (p.repetition != 1.0f || p.frequency != 0.0f || p.presence != 0.0f);
-            if (penalties || p.n_ban > 0)
-                e = adjust(r, p, penalties ? a.counts + (size_t)p.slot * a.count_stride : NULL);
-            if (e.finite)
-                id = p.temperature < DN_GREEDY_BELOW ? (int32_t)e.id : pick<IN_SHARED>(r, p, e);
-        }
-        if (r.block == 0 && id >= 0 && p.n_top >= 0) {
-            if (threadIdx.x == 0) {
-                out->logprob = (float)((double)logits[id] - (double)max - sum);
-                out->n_top = (int32_t)n_top;
-            }
-            write_top(r.s, n_top, max, sum, out);
-        }
+    int32_t id = p.target;
+    if (p.n_top >= 0) {
+        sum = exp_sum<IN_SHARED>(r, max);
+        n_top = min((uint32_t)p.n_top, r.n);
+        if (n_top)
+            find_top<IN_SHARED>(r, e, n_top);
     }
-    if (r.block == 0 && threadIdx.x == 0)
+    if (!is_target) {
+        bool penalties = p.slot >= 0 && (p.repetition != 1.0f || p.frequency != 0.0f || p.presence != 0.0f);
+        if (penalties || p.n_ban > 0)
+            e = adjust(r, p, penalties ? a.counts + (size_t)p.slot * a.count_stride : NULL);
+        if (!e.finite) /* every id is banned */
+            return;
+        draws = p.temperature >= DN_GREEDY_BELOW;
+        id = draws ? pick<IN_SHARED>(r, p, e) : (int32_t)e.id;
+    }
+    if (id >= 0 && (draws ? r.lane == 0 : is_first)) {
         out->id = id;
+        if (p.n_top >= 0)
+            out->logprob = log_probability(__ldcg(logits + id), max, sum);
+    }
+    if (n_top && r.block == 0) {
+        if (threadIdx.x == 0)
+            out->n_top = (int32_t)n_top;
+        write_top(r.s, n_top, max, sum, out);
+    }
 }
 
 template <bool IN_SHARED>
@@ -638,15 +704,12 @@ static __global__ void CLUSTER __launch_bounds__(THREADS, 2) sample_kernel(struc
     if (at >= a.step.count[DN_COUNT_ROWS])
         return;
     struct dn_sampled *out = a.step.result + at;
-    if (r.block == 0) {
+    if (r.block == 0) { /* seen by the other blocks after the first exchange */
         for (unsigned i = threadIdx.x; i < sizeof *out / 4; i += THREADS)
-            ((uint32_t *)out)[i] = 0;
+            ((uint32_t *)out)[i] = i == 0 ? ~0u : 0;
     }
-    if (a.step.bad[a.step.token_seq[a.step.row_token[at]]]) {
-        if (r.block == 0 && threadIdx.x == 0)
-            out->id = -1; /* the first word: this thread has just cleared it */
+    if (a.step.bad[a.step.token_seq[a.step.row_token[at]]])
         return;
-    }
     static_assert(sizeof(struct dn_sample) % 4 == 0 && offsetof(struct dn_sampled, id) == 0, "copied by words");
     for (unsigned i = threadIdx.x; i < sizeof(struct dn_sample) / 4; i += THREADS)
         ((uint32_t *)&r.s->row)[i] = ((const uint32_t *)(a.step.sample + at))[i];
@@ -666,15 +729,16 @@ void dn_cuda_sample_rows(struct dn_device *d, const struct dn_sample_rows *p)
     uint32_t per_lane = ((p->n_valid + step - 1) / step + 3) & ~3u;
     size_t values = (size_t)per_lane * THREADS * sizeof(float), shared = sizeof(struct shared);
     bool in_shared = per_lane * THREADS <= MAX_IN_SHARED && shared + values <= c->shared_bytes;
-    struct sample_args a = {c->step, p->logits, c->token_counts, NULL, p->n_vocab, p->n_valid, c->conf.n_vocab, per_lane};
+    struct sample_args a = {c->step,    p->logits,  c->token_counts, NULL,
+                            p->n_vocab, p->n_valid, c->conf.n_vocab, per_lane};
     if (!in_shared)
         a.values = (float *)dn_cuda_workspace(c, (size_t)c->n_rows * n_blocks * values);
     dn_launch(c, "sample_rows", in_shared ? sample_kernel<true> : sample_kernel<false>, dim3(c->n_rows * n_blocks),
               dim3(THREADS), in_shared ? shared + values : shared, a);
 }
 
-/* The row of counts is made on the host: there is no device memory for the prompt's ids, and requests with penalties are
- * few. The copy waits its turn behind the steps before it. */
+/* The row of counts is made on the host: there is no device memory for the prompt's ids, and requests with penalties
+ * are few. The copy waits its turn behind the steps before it. */
 void dn_cuda_slot_fill(struct dn_device *d, int32_t slot, const int32_t *prompt_id, size_t n)
 {
     struct dn_cuda *c = dn_cuda(d);

@@ -13,4 +13,11 @@ if(TARGET dunlin-cuda)
     add_test(NAME gpu.${name} COMMAND ${target} --jobs 1 --timeout 240)
     set_tests_properties(gpu.${name} PROPERTIES LABELS "gpu" TIMEOUT 300 RUN_SERIAL ON)
   endforeach()
+  # The engine's own tests of what every backend knows, on this one.
+  foreach(unit forward_kimi kimi)
+    add_test(NAME gpu.engine_${unit} COMMAND engine_test_${unit} --jobs 1 --timeout 240
+      --filter "*/@(head_sizes|batch|weights_in|logits|greedy|the_ref)*")
+    set_tests_properties(gpu.engine_${unit} PROPERTIES LABELS "gpu" TIMEOUT 300 RUN_SERIAL ON
+      ENVIRONMENT "DN_TEST_LIBRARY=$<TARGET_FILE:dunlin-cuda>")
+  endforeach()
 endif()

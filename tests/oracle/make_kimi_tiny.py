@@ -3,7 +3,7 @@
 the experts of the last layer, sorted, [40][top k] as float32.
 
     python3 -m venv v && v/bin/pip install torch transformers compressed-tensors
-    v/bin/python tests/oracle/make_kimi_tiny.py tests/fixtures
+    v/bin/python tests/oracle/make_kimi_tiny.py tests/fixtures [name ...]
 
 All is float32 but what the cache keeps, the normed latent and the rotated rope key, which are rounded to bf16 as a KV cache of
 that format does: what is left is the order of sums. Of quantised checkpoints the projections from the latent, and FP8 that does
@@ -34,10 +34,15 @@ MOONLIGHT = {**KIMI, "q_lora_rank": None, "tie_word_embeddings": False, "n_group
              "rope_parameters": dict(rope_type="default", rope_theta=50000.0)}
 MANY = {**KIMI, "n_routed_experts": 1024, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 3, "moe_intermediate_size": 32,
         "hidden_size": 64, "first_k_dense_replace": 2}
+# Kimi's own head sizes, which are all that the CUDA backend's attention knows.
+WIDE = {**KIMI, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 256, "n_routed_experts": 32,
+        "n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
 # name: config, form of the experts, form of the other linear matrices
 MODELS = {"kimi": (KIMI, "bf16", "bf16"), "kimi_fp8": (KIMI, "fp8", "fp8"), "kimi_int4": (KIMI, "int4", "bf16"),
           "moonlight": (MOONLIGHT, "bf16", "bf16"),
-          "moonlight_int4": (MOONLIGHT, "int4", "int4"), "many": (MANY, "bf16", "bf16")}
+          "moonlight_int4": (MOONLIGHT, "int4", "int4"), "many": (MANY, "bf16", "bf16"),
+          "wide": (WIDE, "bf16", "bf16"), "wide_fp8": (WIDE, "fp8", "fp8"), "wide_int4": (WIDE, "int4", "bf16")}
 
 
 def draw(name, shape):
@@ -72,7 +77,7 @@ def fp8(module, shape):
     blocks = [(n + 127) // 128 for n in shape]
     scale = ((draw(module + ".weight_scale_inv", blocks) & 127) + 128).float() / 262144
     w = dequantise_fp8(code.view(torch.float8_e4m3fn), scale)
-    dense_fused = ".mlp.gate_proj" in module or ".mlp.up_proj" in module
+    dense_fused = (".mlp.gate_proj" in module or ".mlp.up_proj" in module) and shape[0] % 128 != 0
     return w.bfloat16().float() if "kv_b_proj" in module or dense_fused else w
 
 
@@ -139,6 +144,8 @@ def smallest_gap(model, ids):
 def main():
     torch.set_num_threads(1)
     for key, (fields, experts, others) in MODELS.items():
+        if sys.argv[2:] and key not in sys.argv[2:]:
+            continue
         config = DeepseekV3Config(**fields)
         model = build(config, tensors(config, experts, others))
         with torch.no_grad():

@@ -1,5 +1,5 @@
-/* What the tests of the engine share: a model on the CPU device with a runner, and sequences whose pages they place
- * themselves. */
+/* What the tests of the engine share: a model on a device with a runner, and sequences whose pages they place
+ * themselves. The device is the CPU, or that of the backend in $DN_TEST_LIBRARY (tests/cmake/tests_gpu.cmake). */
 #ifndef DN_TEST_ENGINE_FIXTURE_H
 #define DN_TEST_ENGINE_FIXTURE_H
 
@@ -30,6 +30,26 @@ struct sequence {
 
 enum rows { ROWS_NONE, ROWS_LAST, ROWS_ALL };
 
+/* Not the CPU's backend: activations are bf16, and only steps of one kind are alike bit for bit. */
+static inline bool fixture_is_gpu(void)
+{
+    return getenv("DN_TEST_LIBRARY") != NULL;
+}
+
+static inline void fixture_device(struct fixture *f, const struct dn_device_conf *conf)
+{
+    struct dn_err err = {0};
+    const char *library = getenv("DN_TEST_LIBRARY");
+    int code = library ? dn_kernels_open_library(library, conf, &f->device, &err)
+                       : dn_kernels_open_cpu(conf, &f->device, &err);
+    if (code != 0 && library && !getenv("DN_GPU_REQUIRED")) {
+        printf("SKIPPED: no GPU backend: %s\n", err.text);
+        fflush(stdout);
+        cr_skip_test("no GPU");
+    }
+    cr_assert_eq(code, 0, "%s", err.text);
+}
+
 /* format: enum dn_weight_format or DN_WEIGHTS_AUTO. */
 static inline void fixture_open(struct fixture *f, const char *path, int format, unsigned n_threads, uint32_t tokens)
 {
@@ -42,7 +62,7 @@ static inline void fixture_open(struct fixture *f, const char *path, int format,
                                   .n_slots = 1,
                                   .n_vocab = f->model->hyper.n_vocab,
                                   .isa = getenv("DN_TEST_ISA")};
-    cr_assert_eq(dn_kernels_open_cpu(&conf, &f->device, &err), 0, "%s", err.text);
+    fixture_device(f, &conf);
     struct dn_weights_conf weights = {.format = format};
     cr_assert_eq(dn_weights_open(f->device, f->model, &weights, &f->weights, &err), 0, "%s", err.text);
     struct dn_runner_conf runner = {.limits = limits, .arena_bytes = 256 << 20, .slab_bytes = 1 << 20};

@@ -13,18 +13,18 @@ struct kimi_kind {
     bool tied, normalise;
     const char *scale; /* routed_scaling_factor */
     enum kimi_form expert_form, form;
+    int sizes;    /* index of KIMI_SIZES */
     bool wrapped; /* kimi_k25: text_config, names with a prefix, tensors for pictures */
     const char *rope;
 };
-enum {
-    KIMI_VOCAB = 256,
-    KIMI_DENSE_FF = 192,
-    KIMI_HEADS = 2,
-    KIMI_LATENT = 64,
-    KIMI_NOPE = 64,
-    KIMI_ROPE = 16,
-    KIMI_V = 128
+enum { KIMI_VOCAB = 256, KIMI_HEADS = 2, KIMI_LATENT = 64, KIMI_NOPE = 64, KIMI_ROPE = 16, KIMI_V = 128 };
+
+/* Sizes of the attention, and of the dense layers: of small models and of those with Kimi's own head sizes. */
+struct kimi_sizes {
+    unsigned heads, latent, nope, rope, v, dense_ff;
 };
+static const struct kimi_sizes KIMI_SIZES[] = {{KIMI_HEADS, KIMI_LATENT, KIMI_NOPE, KIMI_ROPE, KIMI_V, 192},
+                                               {4, 512, 128, 64, 128, 256}};
 
 #define KIMI_YARN                                                                                                      \
     "\"rope_theta\":50000.0,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":8.0,\"original_max_position_embeddings\":"  \
@@ -32,13 +32,16 @@ enum {
 #define KIMI_PLAIN "\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":50000.0}"
 
 static const struct kimi_kind KIMI_KIND[] = {
-    {"kimi", 128, 3, 128, 16, 4, 4, 2, 128, 1, 1, true, true, "2.827", KIMI_BF16, KIMI_BF16, false, KIMI_YARN},
-    {"kimi_fp8", 128, 3, 128, 16, 4, 4, 2, 128, 1, 1, true, true, "2.827", KIMI_FP8, KIMI_FP8, false, KIMI_YARN},
-    {"kimi_int4", 128, 3, 128, 16, 4, 4, 2, 128, 1, 1, true, true, "2.827", KIMI_INT4, KIMI_BF16, true, KIMI_YARN},
-    {"moonlight", 128, 2, 0, 16, 4, 1, 1, 128, 2, 0, false, false, "1.25", KIMI_BF16, KIMI_BF16, true, KIMI_PLAIN},
-    {"moonlight_int4", 128, 2, 0, 16, 4, 1, 1, 128, 2, 0, false, false, "1.25", KIMI_INT4, KIMI_INT4, false,
+    {"kimi", 128, 3, 128, 16, 4, 4, 2, 128, 1, 1, true, true, "2.827", KIMI_BF16, KIMI_BF16, 0, false, KIMI_YARN},
+    {"kimi_fp8", 128, 3, 128, 16, 4, 4, 2, 128, 1, 1, true, true, "2.827", KIMI_FP8, KIMI_FP8, 0, false, KIMI_YARN},
+    {"kimi_int4", 128, 3, 128, 16, 4, 4, 2, 128, 1, 1, true, true, "2.827", KIMI_INT4, KIMI_BF16, 0, true, KIMI_YARN},
+    {"moonlight", 128, 2, 0, 16, 4, 1, 1, 128, 2, 0, false, false, "1.25", KIMI_BF16, KIMI_BF16, 0, true, KIMI_PLAIN},
+    {"moonlight_int4", 128, 2, 0, 16, 4, 1, 1, 128, 2, 0, false, false, "1.25", KIMI_INT4, KIMI_INT4, 0, false,
      KIMI_PLAIN},
-    {"many", 64, 3, 128, 1024, 8, 8, 3, 32, 1, 2, true, true, "2.827", KIMI_BF16, KIMI_BF16, false, KIMI_YARN},
+    {"many", 64, 3, 128, 1024, 8, 8, 3, 32, 1, 2, true, true, "2.827", KIMI_BF16, KIMI_BF16, 0, false, KIMI_YARN},
+    {"wide", 256, 2, 256, 32, 4, 1, 1, 128, 1, 1, true, true, "2.827", KIMI_BF16, KIMI_BF16, 1, false, KIMI_YARN},
+    {"wide_fp8", 256, 2, 256, 32, 4, 1, 1, 128, 1, 1, true, true, "2.827", KIMI_FP8, KIMI_FP8, 1, false, KIMI_YARN},
+    {"wide_int4", 256, 2, 256, 32, 4, 1, 1, 128, 1, 1, true, true, "2.827", KIMI_INT4, KIMI_BF16, 1, true, KIMI_YARN},
 };
 enum { KIMI_KINDS = sizeof KIMI_KIND / sizeof *KIMI_KIND };
 
@@ -185,20 +188,21 @@ static inline void kimi_ffn(struct kimi_writer *k, const char *module, unsigned 
 static inline void kimi_layer(struct kimi_writer *k, unsigned l)
 {
     const struct kimi_kind *d = k->kind;
+    const struct kimi_sizes *z = &KIMI_SIZES[d->sizes];
     const struct {
         const char *name;
         unsigned n_out, n_in;
         bool used;
     } t[] = {
         {"input_layernorm.weight", 0, d->dim, true},
-        {"self_attn.q_proj", KIMI_HEADS * (KIMI_NOPE + KIMI_ROPE), d->dim, d->q_lora == 0},
+        {"self_attn.q_proj", z->heads * (z->nope + z->rope), d->dim, d->q_lora == 0},
         {"self_attn.q_a_proj", d->q_lora, d->dim, d->q_lora > 0},
         {"self_attn.q_a_layernorm.weight", 0, d->q_lora, d->q_lora > 0},
-        {"self_attn.q_b_proj", KIMI_HEADS * (KIMI_NOPE + KIMI_ROPE), d->q_lora, d->q_lora > 0},
-        {"self_attn.kv_a_proj_with_mqa", KIMI_LATENT + KIMI_ROPE, d->dim, true},
-        {"self_attn.kv_a_layernorm.weight", 0, KIMI_LATENT, true},
-        {"self_attn.kv_b_proj", KIMI_HEADS * (KIMI_NOPE + KIMI_V), KIMI_LATENT, true},
-        {"self_attn.o_proj", d->dim, KIMI_HEADS * KIMI_V, true},
+        {"self_attn.q_b_proj", z->heads * (z->nope + z->rope), d->q_lora, d->q_lora > 0},
+        {"self_attn.kv_a_proj_with_mqa", z->latent + z->rope, d->dim, true},
+        {"self_attn.kv_a_layernorm.weight", 0, z->latent, true},
+        {"self_attn.kv_b_proj", z->heads * (z->nope + z->v), z->latent, true},
+        {"self_attn.o_proj", d->dim, z->heads * z->v, true},
         {"post_attention_layernorm.weight", 0, d->dim, true},
     };
     char name[128];
@@ -211,7 +215,7 @@ static inline void kimi_layer(struct kimi_writer *k, unsigned l)
     }
     snprintf(name, sizeof name, "model.layers.%u.mlp", l);
     if (l < d->dense) {
-        kimi_ffn(k, name, KIMI_DENSE_FF, d->form);
+        kimi_ffn(k, name, z->dense_ff, d->form);
         return;
     }
     for (unsigned e = 0; e < d->experts; e++) {
@@ -239,6 +243,7 @@ static inline void kimi_member(const struct kimi_fault *f, struct dn_buf *b, con
 
 static inline void kimi_config(const struct kimi_kind *d, const struct kimi_fault *f, struct dn_buf *b)
 {
+    const struct kimi_sizes *z = &KIMI_SIZES[d->sizes];
     if (d->wrapped)
         dn_buf_printf(b, "{\"model_type\":\"kimi_k25\",\"vision_config\":{},\"text_config\":");
     dn_buf_printf(b, "{\"model_type\":\"%s\",\"hidden_act\":\"silu\",\"eos_token_id\":2,\"bos_token_id\":1,%s",
@@ -248,11 +253,11 @@ static inline void kimi_config(const struct kimi_kind *d, const struct kimi_faul
         unsigned value;
     } number[] = {{"vocab_size", KIMI_VOCAB},
                   {"hidden_size", d->dim},
-                  {"intermediate_size", KIMI_DENSE_FF},
+                  {"intermediate_size", z->dense_ff},
                   {"moe_intermediate_size", d->ff},
                   {"num_hidden_layers", d->layers},
-                  {"num_attention_heads", KIMI_HEADS},
-                  {"num_key_value_heads", KIMI_HEADS},
+                  {"num_attention_heads", z->heads},
+                  {"num_key_value_heads", z->heads},
                   {"head_dim", 7},
                   {"n_routed_experts", d->experts},
                   {"num_experts_per_tok", d->top},
@@ -261,10 +266,10 @@ static inline void kimi_config(const struct kimi_kind *d, const struct kimi_faul
                   {"n_shared_experts", d->shared},
                   {"first_k_dense_replace", d->dense},
                   {"moe_layer_freq", 1},
-                  {"kv_lora_rank", KIMI_LATENT},
-                  {"qk_nope_head_dim", KIMI_NOPE},
-                  {"qk_rope_head_dim", KIMI_ROPE},
-                  {"v_head_dim", KIMI_V},
+                  {"kv_lora_rank", z->latent},
+                  {"qk_nope_head_dim", z->nope},
+                  {"qk_rope_head_dim", z->rope},
+                  {"v_head_dim", z->v},
                   {"max_position_embeddings", 512}};
     for (size_t i = 0; i < sizeof number / sizeof *number; i++)
         kimi_member(f, b, number[i].key, "%u", number[i].value);
@@ -292,7 +297,7 @@ static inline const char *kimi_checkpoint(const struct kimi_kind *d, struct kimi
     kimi_plain(&k, "model.norm.weight", 0, d->dim);
     if (!d->tied)
         kimi_plain(&k, "lm_head.weight", KIMI_VOCAB, d->dim);
-    kimi_plain(&k, "model.layers.0.self_attn.rotary_emb.inv_freq", 0, KIMI_ROPE / 2);
+    kimi_plain(&k, "model.layers.0.self_attn.rotary_emb.inv_freq", 0, KIMI_SIZES[d->sizes].rope / 2);
     if (d->wrapped) {
         kimi_plain(&k, "vision_tower.patch_embed.proj.weight", 24, 16);
         kimi_plain(&k, "mm_projector.linear_1.weight", 8, 16);
@@ -313,7 +318,8 @@ static inline const char *kimi_checkpoint(const struct kimi_kind *d, struct kimi
 static inline void kimi_reference(const struct kimi_kind *d, float *logits, float *experts)
 {
     char path[512];
-    snprintf(path, sizeof path, DN_SOURCE_DIR "/tests/fixtures/tiny_%s.f32", d->name);
+    const char *folder = getenv("DN_TEST_FIXTURES"); /* of a program that runs away from its sources */
+    snprintf(path, sizeof path, "%s/tiny_%s.f32", folder ? folder : DN_SOURCE_DIR "/tests/fixtures", d->name);
     FILE *f = fopen(path, "rb");
     cr_assert_not_null(f, "%s", path);
     cr_assert_eq(fread(logits, 4, TINY_TOKENS * KIMI_VOCAB, f), TINY_TOKENS * KIMI_VOCAB);

@@ -22,7 +22,10 @@ static json_t *read_file(const char *path)
 
 static json_t *read_reference(void)
 {
-    return read_file(DN_SOURCE_DIR "/tests/fixtures/kimi_reference.json");
+    char path[4200];
+    const char *folder = getenv("DN_TEST_FIXTURES"); /* of a program that runs away from its sources */
+    snprintf(path, sizeof path, "%s/kimi_reference.json", folder ? folder : DN_SOURCE_DIR "/tests/fixtures");
+    return read_file(path);
 }
 
 static uint32_t read_ids(const json_t *array, int32_t *id, uint32_t max)
@@ -156,6 +159,12 @@ static const struct bound {
     {"mini-kimi-int4", DN_W_INT4, {0.75, 0.76}, {4.5, 4.3}},
 };
 
+/* A GPU's activations are bf16: what that adds. */
+static double slack(double x)
+{
+    return fixture_is_gpu() ? x : 0;
+}
+
 static const struct bound *bound_of(const char *model, int format)
 {
     for (size_t i = 0; i < sizeof BOUND / sizeof *BOUND; i++)
@@ -184,8 +193,8 @@ static void compare_format(const char *name, int format)
             printf("%-14s weights %-4s kv %-8s %-7s: mean logit error %.5f, max %.4f, experts %u of %u\n", name,
                    dn_weights_format_name(format), dn_kv_format_name((enum dn_kv_format)kv),
                    absorbed ? "decode" : "prefill", mean, e.max, e.experts_right, e.experts);
-            cr_expect_lt(mean, bound->mean[kv]);
-            cr_expect_lt(e.max, bound->max[kv]);
+            cr_expect_lt(mean, bound->mean[kv] + slack(0.2));
+            cr_expect_lt(e.max, bound->max[kv] + slack(4));
         }
     }
     fixture_close(&f);
@@ -267,7 +276,7 @@ static void follow_all(const char *name, int format, double level)
         printf("%-14s weights %-4s kv %-8s: best token %u of %u; largest margin passed over %.4f\n", name,
                dn_weights_format_name(format), dn_kv_format_name((enum dn_kv_format)kv), right, n, passed);
         cr_expect_eq(n, 512);
-        cr_expect_leq(passed, kv == DN_KV_BF16 ? level : level + 0.8);
+        cr_expect_leq(passed, (kv == DN_KV_BF16 ? level : level + 0.8) + slack(0.5));
     }
     fixture_close(&f);
     json_decref(reference);
@@ -344,8 +353,8 @@ static void compare_published(struct fixture *f, const json_t *prompt)
            e.experts_right, e.experts, right, n_greedy);
     printf(right < n_greedy ? ", then a margin of %.4f\n" : "\n", margin);
     cr_expect_eq(e.n, 4 * 20);
-    cr_expect_lt(e.max, 0.15);
-    cr_expect(right == n_greedy || margin < 0.05, "%s", name);
+    cr_expect_lt(e.max, 0.15 + slack(3));
+    cr_expect(right == n_greedy || margin < 0.05 + slack(0.5), "%s", name);
 }
 
 static void compare_published_model(const char *name)
@@ -358,7 +367,7 @@ static void compare_published_model(const char *name)
     char file[4200];
     size_t p;
     fixture_open(&f, path, DN_WEIGHTS_AUTO, 0, CHUNK);
-    snprintf(file, sizeof file, "%s/mini/%s/reference.json", DN_SHARED_DATA, name);
+    snprintf(file, sizeof file, "%s/mini/%s/reference.json", mini_data(), name);
     json_t *reference = read_file(file);
     printf("%s\n", name);
     json_array_foreach(json_object_get(reference, "prompts"), p, prompt)

@@ -12,7 +12,7 @@ static const char overview[] =
     "  serve [MODEL]      the node\n"
     "  chat MODEL         talk to a model in this process\n"
     "  generate MODEL     continue a text in this process\n"
-    "  bench MODEL        tokens a second\n"
+    "  bench MODEL        tokens a second; bench decode, prefill and kernels look closer\n"
     "  show MODEL         what a model file holds; show config: every setting\n"
     "  policy WHAT FILES  check policies, show them, explain what they do\n"
     "  doctor             what this machine has for serving\n"

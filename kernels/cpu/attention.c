@@ -17,7 +17,7 @@ const struct dn_attn_ops *dn_attn_ops(enum dn_isa isa)
 
 size_t dn_attn_scratch_floats(const struct dn_attn_work *w, uint32_t rows)
 {
-    size_t tile = (size_t)w->key_dim + dn_attn_v_stride(w->padded_dim);
+    size_t tile = (size_t)DN_ATTN_KEYS + dn_attn_v_stride(w->padded_dim);
     return (size_t)rows * (w->key_dim + DN_ATTN_TILE + 16) + tile * DN_ATTN_TILE;
 }
 
@@ -26,7 +26,7 @@ float *dn_attn_scratch(struct dn_attn_work *w, uint32_t rows, float *scratch)
     float *q = scratch;
     w->q = q;
     w->kt = q + (size_t)rows * w->key_dim;
-    w->v = w->kt + (size_t)w->key_dim * DN_ATTN_TILE;
+    w->v = w->kt + (size_t)DN_ATTN_KEYS * DN_ATTN_TILE;
     w->s = w->v + (size_t)dn_attn_v_stride(w->padded_dim) * DN_ATTN_TILE;
     w->alpha = w->s + (size_t)rows * DN_ATTN_TILE;
     return q;

@@ -22,7 +22,8 @@ enum {
     DN_ATTN_TILE = 64,
     DN_ATTN_SPLIT = 256,
     DN_ATTN_PAD = 16,
-    DN_ATTN_ROWS = 96 /* of a unit: enough that loading a tile costs little against using it */
+    DN_ATTN_KEYS = 128, /* values of keys at a time; of longer ones half as many, which leave room in the L1 cache */
+    DN_ATTN_ROWS = 96   /* of a unit: enough that loading a tile costs little against using it */
 };
 
 /* Running softmax of some rows: out = o / sum once all positions are in. */
@@ -58,7 +59,7 @@ struct dn_attn_work {
     const float *k_row, *v_row;
     size_t k_stride, v_stride;
     /* Scratch */
-    float *kt;    /* [key_dim][DN_ATTN_TILE] keys of a tile, transposed */
+    float *kt;    /* [DN_ATTN_KEYS][DN_ATTN_TILE] keys of a tile, transposed */
     float *v;     /* [DN_ATTN_TILE][dn_attn_v_stride()] values of a tile */
     float *s;     /* [n_tokens * group][DN_ATTN_TILE] scores, then weights */
     float *alpha; /* [n_tokens * group] */

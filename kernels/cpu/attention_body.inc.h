@@ -54,14 +54,14 @@ INLINE void transpose_words(__m512i *r)
     }
 }
 
-static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
+static void keys_bf16(float *kt, const uint16_t *k, size_t stride, uint32_t dim)
 {
     for (uint32_t d = 0; d < dim; d += 32) {
         uint32_t n = dim - d < 32 ? dim - d : 32;
         __mmask32 mask = (__mmask32)(0xffffffffu >> (32 - n));
         __m512i r[16];
         for (int i = 0; i < 16; i++)
-            r[i] = _mm512_maskz_loadu_epi16(mask, k + (size_t)i * dim + d);
+            r[i] = _mm512_maskz_loadu_epi16(mask, k + (size_t)i * stride + d);
         transpose_words(r);
 #pragma GCC unroll 16
         for (uint32_t j = 0; j < 16; j++) {
@@ -97,7 +97,7 @@ INLINE __m512i order_words(void)
     return _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
 }
 
-static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
+static void keys_fp8(float *kt, const uint8_t *k, size_t stride, uint32_t dim)
 {
     struct fp8_table table = fp8_table();
     for (uint32_t d = 0; d < dim; d += 64) {
@@ -105,7 +105,7 @@ static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
         __mmask64 mask = (__mmask64)(~0ull >> (64 - n));
         __m512i r[16];
         for (int i = 0; i < 16; i++)
-            r[i] = _mm512_maskz_loadu_epi8(mask, k + (size_t)i * dim + d);
+            r[i] = _mm512_maskz_loadu_epi8(mask, k + (size_t)i * stride + d);
         transpose_words(r);
 #pragma GCC unroll 16
         for (uint32_t j = 0; j < 16; j++) {
@@ -140,14 +140,14 @@ INLINE void transpose_words(__m256i *r)
     }
 }
 
-static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
+static void keys_bf16(float *kt, const uint16_t *k, size_t stride, uint32_t dim)
 {
-    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += (size_t)8 * dim) {
+    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += 8 * stride) {
         uint32_t d = 0;
         for (; d + 16 <= dim; d += 16) {
             __m256i r[8];
             for (int i = 0; i < 8; i++)
-                r[i] = _mm256_loadu_si256((const __m256i *)(k + (size_t)i * dim + d));
+                r[i] = _mm256_loadu_si256((const __m256i *)(k + (size_t)i * stride + d));
             transpose_words(r);
             for (uint32_t j = 0; j < 8; j++) {
                 float *to = kt + (d + 2 * j) * TILE;
@@ -157,7 +157,7 @@ static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
         }
         for (; d < dim; d++) {
             for (uint32_t i = 0; i < 8; i++)
-                kt[d * TILE + i] = bf16_value(k[(size_t)i * dim + d]);
+                kt[d * TILE + i] = bf16_value(k[i * stride + d]);
         }
     }
 }
@@ -188,14 +188,14 @@ INLINE __m256 fp8_top(__m256i x)
     return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(magnitude, sign)), _mm256_set1_ps(0x1p120f));
 }
 
-static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
+static void keys_fp8(float *kt, const uint8_t *k, size_t stride, uint32_t dim)
 {
-    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += (size_t)8 * dim) {
+    for (uint32_t half = 0; half < BLOCK; half += 8, kt += 8, k += 8 * stride) {
         uint32_t d = 0;
         for (; d + 32 <= dim; d += 32) {
             __m256i r[8];
             for (int i = 0; i < 8; i++)
-                r[i] = _mm256_loadu_si256((const __m256i *)(k + (size_t)i * dim + d));
+                r[i] = _mm256_loadu_si256((const __m256i *)(k + (size_t)i * stride + d));
             transpose_words(r);
             for (uint32_t j = 0; j < 8; j++) {
                 float *to = kt + (d + 4 * j) * TILE;
@@ -207,24 +207,24 @@ static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
         }
         for (; d < dim; d++) {
             for (uint32_t i = 0; i < 8; i++)
-                kt[d * TILE + i] = fp8_value(k[(size_t)i * dim + d]);
+                kt[d * TILE + i] = fp8_value(k[i * stride + d]);
         }
     }
 }
 #else
-static void keys_bf16(float *kt, const uint16_t *k, uint32_t dim)
+static void keys_bf16(float *kt, const uint16_t *k, size_t stride, uint32_t dim)
 {
     for (uint32_t d = 0; d < dim; d++) {
         for (uint32_t i = 0; i < BLOCK; i++)
-            kt[d * TILE + i] = bf16_value(k[(size_t)i * dim + d]);
+            kt[d * TILE + i] = bf16_value(k[i * stride + d]);
     }
 }
 
-static void keys_fp8(float *kt, const uint8_t *k, uint32_t dim)
+static void keys_fp8(float *kt, const uint8_t *k, size_t stride, uint32_t dim)
 {
     for (uint32_t d = 0; d < dim; d++) {
         for (uint32_t i = 0; i < BLOCK; i++)
-            kt[d * TILE + i] = fp8_value(k[(size_t)i * dim + d]);
+            kt[d * TILE + i] = fp8_value(k[i * stride + d]);
     }
 }
 
@@ -291,7 +291,7 @@ static void values_f32(float *v, const float *x, size_t x_stride, uint32_t n, ui
 struct tile {
     bool is_scaled; /* FP8 */
     float k_scale[TILE], v_scale[TILE];
-    const uint8_t *value[TILE / BLOCK]; /* V of each block, in its page */
+    const uint8_t *key[TILE / BLOCK], *rope[TILE / BLOCK], *value[TILE / BLOCK]; /* of each block, in its page */
 };
 
 /* The layer's part of the page of `position`. */
@@ -325,51 +325,44 @@ static void prefetch_block(const struct dn_attn_work *w, uint32_t position)
         prefetch(first + token * bytes, BLOCK * bytes);
 }
 
-/* A block of BLOCK keys and m values: keys to kt, values to v (NULL: only their address is kept). Of MLA both are the
- * latents. */
-static void load_block(const struct dn_attn_work *w, uint32_t at, uint32_t m, float *kt, float *v, struct tile *tile,
-                       uint32_t b)
+/* A block: addresses, scales and the m values, to v (NULL: not wanted). Of MLA keys and values are the latents. */
+static void load_block(const struct dn_attn_work *w, uint32_t at, uint32_t m, float *v, struct tile *tile, uint32_t b)
 {
     const struct dn_kv_layout *l = w->layout;
     const uint8_t *layer = layer_at(w, at), *second = layer + l->format[w->format].v_offset;
     uint32_t dim = w->value_dim, stride = dn_attn_v_stride(w->padded_dim);
     size_t token = (size_t)w->kv_head * l->page_tokens + at % l->page_tokens;
-    if (w->source == DN_ATTN_MLA)
-        keys_bf16(kt + (size_t)dim * TILE, (const uint16_t *)second + token * w->rope_dim, w->rope_dim);
+    size_t run = token * dim * (w->format == DN_KV_FP8 ? 1 : 2);
+    const uint8_t *value = (w->source == DN_ATTN_GQA ? second : layer) + run;
+    tile->key[b / BLOCK] = layer + run;
+    tile->rope[b / BLOCK] = second + token * w->rope_dim * 2;
+    tile->value[b / BLOCK] = value;
     if (w->format == DN_KV_FP8) {
-        const uint8_t *k = layer + token * dim, *value = w->source == DN_ATTN_GQA ? second + token * dim : k;
         size_t k_scale = l->format[DN_KV_FP8].k_scale_offset, v_scale = l->format[DN_KV_FP8].v_scale_offset;
-        tile->value[b / BLOCK] = value;
-        keys_fp8(kt, k, dim);
         if (v)
             values_fp8(v, value, m, dim, w->padded_dim, stride);
         memcpy(tile->k_scale + b, layer + k_scale + token * sizeof(float), BLOCK * sizeof(float));
         memcpy(tile->v_scale + b, layer + (w->source == DN_ATTN_GQA ? v_scale : k_scale) + token * sizeof(float),
                BLOCK * sizeof(float));
-    } else {
-        const uint16_t *k = (const uint16_t *)layer + token * dim;
-        const uint16_t *value = w->source == DN_ATTN_GQA ? (const uint16_t *)second + token * dim : k;
-        tile->value[b / BLOCK] = (const uint8_t *)value;
-        keys_bf16(kt, k, dim);
-        if (v)
-            values_bf16(v, value, m, dim, w->padded_dim, stride);
+    } else if (v) {
+        values_bf16(v, (const uint16_t *)value, m, dim, w->padded_dim, stride);
     }
 }
 
 /* The same of expanded ones, `row` rows behind the split's begin. */
-static void load_expanded(const struct dn_attn_work *w, uint32_t at, uint32_t row, uint32_t m, float *kt, float *v)
+static void load_expanded(const struct dn_attn_work *w, uint32_t at, uint32_t row, uint32_t m, float *v,
+                          struct tile *tile, uint32_t b)
 {
     const struct dn_kv_layout *l = w->layout;
-    uint32_t dim = w->key_dim - w->rope_dim;
-    const uint16_t *rope = (const uint16_t *)(layer_at(w, at) + l->format[w->format].v_offset);
-    keys_f32(kt, w->k_row + row * w->k_stride, w->k_stride, dim);
-    keys_bf16(kt + (size_t)dim * TILE, rope + (size_t)(at % l->page_tokens) * w->rope_dim, w->rope_dim);
+    const uint8_t *rope = layer_at(w, at) + l->format[w->format].v_offset;
+    tile->key[b / BLOCK] = (const uint8_t *)(w->k_row + row * w->k_stride);
+    tile->rope[b / BLOCK] = rope + (size_t)(at % l->page_tokens) * w->rope_dim * 2;
     values_f32(v, w->v_row + row * w->v_stride, w->v_stride, m, w->value_dim, w->padded_dim,
                dn_attn_v_stride(w->padded_dim));
 }
 
-/* Loads positions [at, at + n) of the split at `begin`: keys into w->kt, values into w->v or only their addresses. Keys
- * come in whole blocks: what lies behind n in the last one is stale and masked. */
+/* Finds positions [at, at + n) of the split at `begin`, and loads their values into w->v or leaves them in the pages.
+ */
 static void load_tile(const struct dn_attn_work *w, uint32_t begin, uint32_t at, uint32_t n, bool with_values,
                       struct tile *tile)
 {
@@ -377,55 +370,63 @@ static void load_tile(const struct dn_attn_work *w, uint32_t begin, uint32_t at,
     for (uint32_t b = 0; b < n; b += BLOCK) {
         uint32_t m = n - b < BLOCK ? n - b : BLOCK;
         float *v = w->v + (size_t)b * dn_attn_v_stride(w->padded_dim);
+        if (w->n_tokens == 1 && at + TILE + b <= w->position)
+            prefetch_block(w, at + TILE + b);
         if (w->source == DN_ATTN_EXPANDED)
-            load_expanded(w, at + b, at + b - begin, m, w->kt + b, v);
+            load_expanded(w, at + b, at + b - begin, m, v, tile, b);
         else
-            load_block(w, at + b, m, w->kt + b, with_values ? v : NULL, tile, b);
+            load_block(w, at + b, m, with_values ? v : NULL, tile, b);
+    }
+}
+
+/* Values [from, from + dim) of the keys to w->kt, of whole blocks: what lies behind the tile's positions in the last
+ * one is stale and masked. All of them are rope keys or none. */
+static void load_keys(const struct dn_attn_work *w, const struct tile *tile, uint32_t columns, uint32_t from,
+                      uint32_t dim)
+{
+    uint32_t first_rope = w->key_dim - w->rope_dim;
+    for (uint32_t b = 0; b < columns; b += BLOCK) {
+        const uint8_t *key = tile->key[b / BLOCK];
+        if (from >= first_rope && w->rope_dim)
+            keys_bf16(w->kt + b, (const uint16_t *)tile->rope[b / BLOCK] + (from - first_rope), w->rope_dim, dim);
+        else if (w->source == DN_ATTN_EXPANDED)
+            keys_f32(w->kt + b, (const float *)key + from, w->k_stride, dim);
+        else if (w->format == DN_KV_FP8)
+            keys_fp8(w->kt + b, key + from, w->value_dim, dim);
+        else
+            keys_bf16(w->kt + b, (const uint16_t *)key + from, w->value_dim, dim);
     }
 }
 
 /* ---- Products ---- */
 
-/* acc[m][n] += q[m] . keys over values [from, to) */
-INLINE void score_range(int mr, int nv, const float *q, uint32_t dim, uint32_t from, uint32_t to, const float *kt,
-                        vf acc[MR][NV])
-{
-    for (uint32_t d = from; d < to; d++) {
-        vf k[NV];
-#pragma GCC unroll 4
-        for (int n = 0; n < nv; n++)
-            k[n] = v_load(kt + (size_t)d * TILE + n * VW);
-#pragma GCC unroll 8
-        for (int m = 0; m < mr; m++) {
-            vf x = v_set(q[(size_t)m * dim + d]);
-#pragma GCC unroll 4
-            for (int n = 0; n < nv; n++)
-                acc[m][n] = v_fma(x, k[n], acc[m][n]);
-        }
-    }
-}
-
-/* s[m][0..nv) = q[m] . keys, vectors of positions from kt on. With k_scale, the sum over the first `scaled` values
- * times each position's scale before the rest (the rope key) comes on top. */
-INLINE void score_tile(int mr, int nv, const float *q, uint32_t dim, const float *kt, uint32_t scaled,
+/* s[m][0..nv) = q[m] . keys over `dim` values, vectors of positions from kt on; with `more`, on top of what s holds,
+ * times each position's k_scale if there is one. */
+INLINE void score_tile(int mr, int nv, const float *q, size_t q_stride, uint32_t dim, const float *kt, bool more,
                        const float *k_scale, float *s)
 {
     vf acc[MR][NV];
 #pragma GCC unroll 8
     for (int m = 0; m < mr; m++) {
 #pragma GCC unroll 4
-        for (int n = 0; n < nv; n++)
-            acc[m][n] = v_zero();
-    }
-    score_range(mr, nv, q, dim, 0, scaled, kt, acc);
-    if (k_scale) {
-#pragma GCC unroll 8
-        for (int m = 0; m < mr; m++) {
-#pragma GCC unroll 4
-            for (int n = 0; n < nv; n++)
+        for (int n = 0; n < nv; n++) {
+            acc[m][n] = more ? v_load(s + (size_t)m * TILE + n * VW) : v_zero();
+            if (k_scale)
                 acc[m][n] = acc[m][n] * v_load(k_scale + n * VW);
         }
-        score_range(mr, nv, q, dim, scaled, dim, kt, acc);
+    }
+    for (uint32_t d = 0; d < dim; d++) {
+        vf k[NV];
+#pragma GCC unroll 4
+        for (int n = 0; n < nv; n++)
+            k[n] = v_load(kt + (size_t)d * TILE + n * VW);
+#pragma GCC unroll 8
+        for (int m = 0; m < mr; m++) {
+            vf x = v_set(q[m * q_stride + d]);
+#pragma GCC unroll 4
+            for (int n = 0; n < nv; n++)
+                acc[m][n] = v_fma(x, k[n], acc[m][n]);
+        }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < mr; m++) {
@@ -539,19 +540,26 @@ INLINE void value_fp8(int mr, int nv, const float *p, const float *alpha, const 
     } while (0)
 
 #define MAX_ROWS MR
+/* Scores of rows [row0, n_rows). Long keys come in chunks, which stay in the L1 cache while all rows use them; a sum
+ * waits in w->s between two. In FP8 the sum over the latent is scaled before the rope key's products come on top. */
 static void scores(const struct dn_attn_work *w, const struct tile *tile, uint32_t row0, uint32_t n_rows,
                    uint32_t columns)
 {
-    bool scale_latents = tile->is_scaled && w->source == DN_ATTN_MLA;
-    uint32_t scaled = scale_latents ? w->value_dim : w->key_dim;
-    for (uint32_t c = 0, nv; c < columns; c += nv * VW) {
-        nv = COLUMN_STEP((columns - c) / VW);
-        for (uint32_t r = row0, mr; r < n_rows; r += mr) {
-            const float *q = w->q + (size_t)r * w->key_dim;
-            float *s = w->s + (size_t)r * TILE + c;
-            mr = ROW_STEP(n_rows - r);
-            WITH_TILE(score_tile, mr, nv, q, w->key_dim, w->kt + c, scaled, scale_latents ? tile->k_scale + c : NULL,
-                      s);
+    uint32_t first_rope = w->key_dim - w->rope_dim, dim;
+    for (uint32_t from = 0; from < w->key_dim; from += dim) {
+        uint32_t end = from < first_rope ? first_rope : w->key_dim, left = end - from;
+        dim = left <= DN_ATTN_KEYS ? left : DN_ATTN_KEYS / 2;
+        load_keys(w, tile, columns, from, dim);
+        bool scale = from == first_rope && tile->is_scaled;
+        for (uint32_t c = 0, nv; c < columns; c += nv * VW) {
+            nv = COLUMN_STEP((columns - c) / VW);
+            for (uint32_t r = row0, mr; r < n_rows; r += mr) {
+                const float *q = w->q + (size_t)r * w->key_dim + from;
+                float *s = w->s + (size_t)r * TILE + c;
+                mr = ROW_STEP(n_rows - r);
+                WITH_TILE(score_tile, mr, nv, q, w->key_dim, dim, w->kt + c, from > 0, scale ? tile->k_scale + c : NULL,
+                          s);
+            }
         }
     }
 }
@@ -638,10 +646,6 @@ static void attn_split(const struct dn_attn_work *w, uint32_t begin, struct dn_a
     for (uint32_t at = begin; at < end; at += TILE) {
         uint32_t n = end - at < TILE ? end - at : TILE;
         uint32_t t = at > w->position ? at - w->position : 0; /* first token that sees the tile */
-        if (w->n_tokens == 1) {
-            for (uint32_t ahead = at + TILE; ahead < at + 2 * TILE && ahead <= last; ahead += BLOCK)
-                prefetch_block(w, ahead);
-        }
         load_tile(w, begin, at, n, !few, &tile);
         scores(w, &tile, t * w->group, n_rows, (n + BLOCK - 1) / BLOCK * BLOCK);
         for (uint32_t r = t * w->group; r < n_rows; r++) {

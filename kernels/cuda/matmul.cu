@@ -4,18 +4,18 @@
  * the N side, up to 64 a launch. Codes enter exactly as bf16; of every 32 k a product of its own, times the scale, is
  * added to the sum (affine INT4: plus offset times the sum of the 32 activations, a product with a matrix of ones).
  *
- * Work: a row tile is 128 rows. K is cut into 1, 2, 4 or 8 runs, one a block of a cluster, so that some 130 to 260
- * blocks read at once, two an SM; the blocks add their sums through distributed shared memory in the order of the runs.
- * The cut depends on the matrix alone and sums run in one order whatever the number of tokens, so a row's bits do too.
- * Without a cut a block takes several row tiles.
+ * Work: a row tile is 128 rows (64 if there are few). K is cut into 1, 2, 4, 8 or 16 runs, one a block of a cluster, so
+ * that some 130 to 260 blocks read at once, two an SM; the blocks add their sums through distributed shared memory in
+ * the order of the runs. The cut depends on the matrix alone and sums run in one order whatever the number of tokens,
+ * so a row's bits do too. Without a cut a block takes several row tiles.
  *
- * Roles: warps 0..7 compute: warp w has rows 32 (w % 4).. and 64 of every 128 k, half w / 4. One lane of warp 8 (of
- * warp 0 if there are 32 tokens or more) copies: per stage up to `tiles` k tiles of two row blocks (bulk, contiguous)
- * and the activations as boxes of 64 k x N tokens (swizzled tensor map, zeros beyond both ends). The first stages'
- * weights are asked for before the previous kernel ends.
+ * Roles: warps 0..7 compute: 16 rows each and all tokens, or with 64 tokens 32 rows and half of them. One lane of warp
+ * 8 copies: per stage up to `tiles` k tiles of two row blocks (bulk, contiguous) and the activations as boxes of 64 k x
+ * N tokens (swizzled tensor map, zeros beyond both ends). The first stages' weights are asked for before the previous
+ * kernel ends.
  *
- * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to join the halves, barriers.
- * In a cluster the stages become [tokens][132] f32 at the end.
+ * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to turn sums into rows,
+ * barriers. In a cluster the stages become [tokens][132] f32 at the end.
  *
  * Floor: bytes of the packed matrix at 4.65 TB/s; for 64 tokens mma.sync's 19.8 weights/clk/SM (INT4: 57 % of that).
  */
@@ -26,8 +26,9 @@
 enum {
     ROWS = 2 * DN_TILE_ROWS, /* of a unit */
     WARPS = 8,
-    JOIN_TOKENS = 16,
-    JOIN_STRIDE = ROWS + 4, /* lanes of a fragment fall into different banks */
+    THREADS = 32 * (WARPS + 1),
+    SUM_TOKENS = 16,
+    SUM_STRIDE = ROWS + 4, /* lanes of a fragment fall into different banks */
     BLOCKS_PER_SM = 2,
     MAX_TOKENS = 64,
 };
@@ -39,6 +40,7 @@ struct args {
     void *out;
     uint32_t token0, n_tokens;
     uint32_t n_tiles, n_runs; /* row tiles of all groups; blocks a cluster */
+    uint32_t tile_blocks;     /* blocks of 64 rows a row tile: 2, or 1 for matrices of few rows */
     uint32_t group_tiles, group_blocks, group_rows;
     uint64_t out_stride, out_group_stride; /* in values */
     bool out_f32, wide;                    /* wide: four values may be stored at once */
@@ -46,29 +48,29 @@ struct args {
 
 /* What a kernel's shared memory holds, for N tokens. */
 template <int format, bool symmetric, int N> struct plan {
-    static constexpr int tiles = format == DN_W_INT4 && N < 64 ? 2 : 1; /* k tiles a stage */
-    /* With many tokens the sums need the registers that a ninth warp would take. */
-    static constexpr bool has_copier = N < 32;
-    static constexpr int threads = 32 * (WARPS + has_copier);
+    static constexpr int tiles = format == DN_W_INT4 && N < 32 ? 2 : 1; /* k tiles a stage */
+    /* Of a computing warp: strips of 16 rows and columns of 8 tokens. 64 tokens: two warps convert the same weights,
+     * which is less than reading all tokens for one strip. */
+    static constexpr int strips = N < 64 ? 1 : 2, columns = N < 64 ? N / 8 : 4;
     static constexpr uint32_t tile_bytes = dn_tile_bytes(format, symmetric);
     static constexpr uint32_t box_bytes = N * 128;
     static constexpr uint32_t x_bytes = tiles * 2 * box_bytes;
     static constexpr uint32_t stage_bytes = (x_bytes + tiles * 2 * tile_bytes + 1023) / 1024 * 1024;
     static constexpr int stages = 104 * 1024 / stage_bytes < 6 ? 104 * 1024 / stage_bytes : 6;
-    static constexpr uint32_t join_bytes = (N < JOIN_TOKENS ? N : JOIN_TOKENS) * JOIN_STRIDE * 4;
-    static constexpr uint32_t bytes = 1024 + stages * stage_bytes + join_bytes + 2 * stages * 8;
+    static constexpr uint32_t sum_bytes = (N < SUM_TOKENS ? N : SUM_TOKENS) * SUM_STRIDE * 4;
+    static constexpr uint32_t bytes = 1024 + stages * stage_bytes + sum_bytes + 2 * stages * 8;
 };
 
 static __device__ __forceinline__ uint32_t first_block(const struct args &a, uint32_t tile) /* of 64 rows */
 {
-    return tile / a.group_tiles * a.group_blocks + tile % a.group_tiles * 2;
+    return tile / a.group_tiles * a.group_blocks + tile % a.group_tiles * a.tile_blocks;
 }
 static __device__ __forceinline__ bool has_second_block(const struct args &a, uint32_t tile)
 {
-    return tile % a.group_tiles * 2 + 1 < a.group_blocks;
+    return a.tile_blocks == 2 && tile % a.group_tiles * 2 + 1 < a.group_blocks;
 }
 
-static __device__ __forceinline__ void join_barrier() /* the computing warps */
+static __device__ __forceinline__ void compute_barrier() /* the computing warps */
 {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
@@ -188,76 +190,70 @@ static __device__ __forceinline__ bool copy_next(struct copier &c, const struct 
     return true;
 }
 
-/* sum[strip][8 tokens] += 16 rows x 64 k of two strips times the tokens of a box. */
+/* sum[strip][column] += 16 rows x 128 k of some strips times columns of 8 tokens; `box`: the first column's first 64 k.
+ */
 template <int format, bool symmetric, int N>
-static __device__ __forceinline__ void multiply(float (&sum)[2][N / 8][4], const uint8_t *tile, uint32_t box, int strip,
-                                                int half, int lane, bool scale_is_bf16)
+static __device__ __forceinline__ void
+multiply(float (&sum)[plan<format, symmetric, N>::strips][plan<format, symmetric, N>::columns][4], const uint8_t *tile,
+         uint32_t box, int strip, int lane, bool scale_is_bf16)
 {
-    struct dn_a_raw<format> raw[2];
-    uint2 scales[2], offsets[2];
-    float2 fp8[2];
+    using P = plan<format, symmetric, N>;
+    constexpr bool in_groups = format == DN_W_INT4 || format == DN_W_INT8, affine = format == DN_W_INT4 && !symmetric;
+    struct dn_a_raw<format> raw[P::strips];
+    uint2 scales[P::strips], offsets[P::strips];
+    float2 fp8[P::strips];
+    if (format == DN_W_FP8)
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        if (format == DN_W_INT4 || format == DN_W_INT8)
-            scales[j] = dn_a_scales<format>(tile, false, strip + j, half, lane);
-        if (format == DN_W_INT4 && !symmetric)
-            offsets[j] = dn_a_scales<format>(tile, true, strip + j, half, lane);
-        if (format == DN_W_FP8)
+        for (int j = 0; j < P::strips; j++)
             fp8[j] = dn_a_fp8_scale(tile, strip + j, lane);
-    }
 #pragma unroll
-    for (int q = 0; q < 2; q++) {
-        uint32_t a[2][2][4];
-        float2 scale[2], offset[2];
+    for (int q = 0; q < 4; q++) { /* 32 k */
+        uint32_t a[P::strips][2][4];
+        float2 scale[P::strips], offset[P::strips];
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            dn_a_load_part<format>(raw[j], tile, strip + j, half, q, lane);
-            dn_a_fragment<format, symmetric>(raw[j], 2 * q, a[j][0]);
-            dn_a_fragment<format, symmetric>(raw[j], 2 * q + 1, a[j][1]);
-            scale[j] = format == DN_W_FP8 ? fp8[j] : dn_scale_pair(q ? scales[j].y : scales[j].x, scale_is_bf16);
-            offset[j] = dn_scale_pair(q ? offsets[j].y : offsets[j].x, scale_is_bf16);
+        for (int j = 0; j < P::strips; j++) {
+            if (in_groups && q % 2 == 0)
+                scales[j] = dn_a_scales<format>(tile, false, strip + j, q / 2, lane);
+            if (affine && q % 2 == 0)
+                offsets[j] = dn_a_scales<format>(tile, true, strip + j, q / 2, lane);
+            dn_a_load_part<format>(raw[j], tile, strip + j, q / 2, q % 2, lane);
+            dn_a_fragment<format, symmetric>(raw[j], q % 2 * 2, a[j][0]);
+            dn_a_fragment<format, symmetric>(raw[j], q % 2 * 2 + 1, a[j][1]);
+            if (in_groups)
+                scale[j] = dn_scale_pair(q % 2 ? scales[j].y : scales[j].x, scale_is_bf16);
+            else if (format == DN_W_FP8)
+                scale[j] = fp8[j];
+            if (affine)
+                offset[j] = dn_scale_pair(q % 2 ? offsets[j].y : offsets[j].x, scale_is_bf16);
         }
-        constexpr int together = N < 16 ? 1 : 2; /* columns of 8 tokens: four chains of products */
+        const uint32_t at = box + q / 2 * P::box_bytes + lane % 8 * 128 + (((q % 2 * 4 + lane / 8) ^ (lane % 8)) << 4);
 #pragma unroll
-        for (int n = 0; n < N / 8; n += together) {
-            uint32_t b[together][4];
-            float c[together][2][4], ones[together][4];
-#pragma unroll
-            for (int m = 0; m < together; m++)
-                dn_ldmatrix(b[m], box + (n + m) * 1024 + lane % 8 * 128 + (((q * 4 + lane / 8) ^ (lane % 8)) << 4));
-#pragma unroll
-            for (int m = 0; m < together; m++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    if (format == DN_W_BF16)
-                        dn_mma(sum[j][n + m], a[j][0], b[m][0], b[m][1]);
-                    else
-                        dn_mma_first(c[m][j], a[j][0], b[m][0], b[m][1]);
-#pragma unroll
-            for (int m = 0; m < together; m++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    dn_mma(format == DN_W_BF16 ? sum[j][n + m] : c[m][j], a[j][1], b[m][2], b[m][3]);
-            if (format == DN_W_INT4 && !symmetric) {
+        for (int n = 0; n < P::columns; n++) {
+            uint32_t b[4];
+            dn_ldmatrix(b, at + n * 1024);
+            float ones[4];
+            if (affine) {
                 const uint32_t one[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-#pragma unroll
-                for (int m = 0; m < together; m++) {
-                    dn_mma_first(ones[m], one, b[m][0], b[m][1]);
-                    dn_mma(ones[m], one, b[m][2], b[m][3]);
-                }
+                dn_mma_first(ones, one, b[0], b[1]);
+                dn_mma(ones, one, b[2], b[3]);
             }
-            constexpr int scaled = format == DN_W_BF16 ? 0 : together;
 #pragma unroll
-            for (int m = 0; m < scaled; m++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
+            for (int j = 0; j < P::strips; j++) {
+                float c[4];
+                if (format == DN_W_BF16) {
+                    dn_mma(sum[j][n], a[j][0], b[0], b[1]);
+                    dn_mma(sum[j][n], a[j][1], b[2], b[3]);
+                } else {
+                    dn_mma_first(c, a[j][0], b[0], b[1]);
+                    dn_mma(c, a[j][1], b[2], b[3]);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        float &s = sum[j][n + m][i];
-                        s = fmaf(c[m][j][i], i < 2 ? scale[j].x : scale[j].y, s);
-                        if (format == DN_W_INT4 && !symmetric)
-                            s = fmaf(ones[m][i], i < 2 ? offset[j].x : offset[j].y, s);
+                        sum[j][n][i] = fmaf(c[i], i < 2 ? scale[j].x : scale[j].y, sum[j][n][i]);
+                        if (affine)
+                            sum[j][n][i] = fmaf(ones[i], i < 2 ? offset[j].x : offset[j].y, sum[j][n][i]);
                     }
+                }
+            }
         }
     }
 }
@@ -265,8 +261,9 @@ static __device__ __forceinline__ void multiply(float (&sum)[2][N / 8][4], const
 /* Four rows of a token to `out`, with the bias. */
 static __device__ __forceinline__ void store(const struct args &a, uint32_t tile, uint32_t token, uint32_t r, float4 v)
 {
-    uint32_t group = tile / a.group_tiles, row = tile % a.group_tiles * ROWS + r;
-    if (a.token0 + token >= a.n_tokens || row >= a.group_rows)
+    uint32_t group = tile / a.group_tiles, rows = a.tile_blocks * DN_TILE_ROWS;
+    uint32_t row = tile % a.group_tiles * rows + r;
+    if (a.token0 + token >= a.n_tokens || r >= rows || row >= a.group_rows)
         return;
     size_t at = (a.token0 + token) * a.out_stride + group * a.out_group_stride + row;
     float x[4] = {v.x, v.y, v.z, v.w};
@@ -290,38 +287,36 @@ static __device__ __forceinline__ void store(const struct args &a, uint32_t tile
             ((__nv_bfloat16 *)a.out)[at + i] = __float2bfloat16_rn(x[i]);
 }
 
-/* Joins the halves' sums of tokens [t0, t0 + tokens) into join[token][row]. */
-template <int N, int tokens>
-static __device__ __forceinline__ void join_halves(float (&sum)[2][N / 8][4], int t0, float *join, int warp, int lane)
+/* A warp's sums of tokens [t0, t0 + n) to sums[token - t0][row]. row0, token0: where the warp's begin. */
+template <int strips, int columns>
+static __device__ __forceinline__ void put_sums(const float (&sum)[strips][columns][4], int row0, int token0, int t0,
+                                                int n, float *sums, int lane)
 {
-    for (int half = 1; half >= 0; half--) {
-        if (warp / 4 == half)
 #pragma unroll
-            for (int n = 0; n < N / 8; n++)
-                if (n * 8 >= t0 && n * 8 < t0 + tokens)
+    for (int c = 0; c < columns; c++) {
+        const int token = token0 + c * 8 - t0;
+        if (token < 0 || token >= n)
+            continue;
 #pragma unroll
-                    for (int i = 0; i < 8; i++) {
-                        float *at = join + (n * 8 - t0 + lane % 4 * 2 + i % 2) * JOIN_STRIDE + warp % 4 * 32 +
-                                    i / 2 * 8 + lane / 4;
-                        *at = half ? sum[i / 4][n][i % 4] : sum[i / 4][n][i % 4] + *at;
-                    }
-        join_barrier();
+        for (int i = 0; i < 4 * strips; i++)
+            sums[(token + lane % 4 * 2 + i % 2) * SUM_STRIDE + row0 + i / 2 * 8 + lane / 4] = sum[i / 4][c][i % 4];
     }
 }
 
 /* A block that has all of K. */
-template <int N>
-static __device__ void finish_alone(const struct args &a, uint32_t tile, float (&sum)[2][N / 8][4], float *join,
-                                    int warp, int lane)
+template <int N, int strips, int columns>
+static __device__ void finish_alone(const struct args &a, uint32_t tile, const float (&sum)[strips][columns][4],
+                                    int row0, int token0, float *sums, uint32_t thread)
 {
-    constexpr int tokens = N < JOIN_TOKENS ? N : JOIN_TOKENS;
+    constexpr int tokens = N < SUM_TOKENS ? N : SUM_TOKENS;
     for (int t0 = 0; t0 < N; t0 += tokens) {
-        join_halves<N, tokens>(sum, t0, join, warp, lane);
-        for (uint32_t i = warp * 32 + lane; i < tokens * (ROWS / 4); i += 32 * WARPS) {
+        put_sums(sum, row0, token0, t0, tokens, sums, thread % 32);
+        compute_barrier();
+        for (uint32_t i = thread; i < tokens * (ROWS / 4); i += 32 * WARPS) {
             uint32_t token = i / (ROWS / 4), r = i % (ROWS / 4) * 4;
-            store(a, tile, t0 + token, r, *(const float4 *)(join + token * JOIN_STRIDE + r));
+            store(a, tile, t0 + token, r, *(const float4 *)(sums + token * SUM_STRIDE + r));
         }
-        join_barrier();
+        compute_barrier();
     }
 }
 
@@ -348,18 +343,18 @@ static __device__ __forceinline__ float4 load_from(uint32_t rank, const float *p
     return v;
 }
 
-/* A block of a cluster: each sums its share of the outputs over all. `join` has room for all tokens. */
-template <int N>
-static __device__ void finish_cluster(const struct args &a, uint32_t tile, float (&sum)[2][N / 8][4], float *join,
-                                      int warp, int lane)
+/* A block of a cluster: each sums its share of the outputs over all. `sums` has room for all tokens. */
+template <int N, int strips, int columns>
+static __device__ void finish_cluster(const struct args &a, uint32_t tile, const float (&sum)[strips][columns][4],
+                                      int row0, int token0, float *sums, uint32_t thread)
 {
-    join_barrier(); /* nobody reads the stages any more */
-    join_halves<N, N>(sum, 0, join, warp, lane);
+    compute_barrier(); /* nobody reads the stages any more */
+    put_sums(sum, row0, token0, 0, N, sums, thread % 32);
     cluster_barrier();
     const uint32_t share = N * (ROWS / 4) / a.n_runs, first = blockIdx.x % a.n_runs * share;
-    for (uint32_t i = first + warp * 32 + lane; i < first + share; i += 32 * WARPS) {
+    for (uint32_t i = first + thread; i < first + share; i += 32 * WARPS) {
         const uint32_t token = i / (ROWS / 4), r = i % (ROWS / 4) * 4;
-        const float *at = join + token * JOIN_STRIDE + r;
+        const float *at = sums + token * SUM_STRIDE + r;
         float4 v = load_from(0, at);
 #pragma unroll 4
         for (uint32_t run = 1; run < a.n_runs; run++) {
@@ -372,17 +367,16 @@ static __device__ void finish_cluster(const struct args &a, uint32_t tile, float
 }
 
 template <int format, bool symmetric, int N>
-static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BLOCKS_PER_SM)
-    few(const __grid_constant__ struct args a)
+static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few(const __grid_constant__ struct args a)
 {
 #if __CUDA_ARCH__ >= 900
     using P = plan<format, symmetric, N>;
     extern __shared__ uint8_t raw_shared[];
     uint8_t *stages = raw_shared + (1024 - dn_shared(raw_shared) % 1024) % 1024;
-    float *join = (float *)(stages + P::stages * P::stage_bytes);
-    uint64_t *full = (uint64_t *)((uint8_t *)join + P::join_bytes), *empty = full + P::stages;
+    float *sums = (float *)(stages + P::stages * P::stage_bytes);
+    uint64_t *full = (uint64_t *)((uint8_t *)sums + P::sum_bytes), *empty = full + P::stages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool copies = threadIdx.x == (P::has_copier ? 32 * WARPS : 0);
+    const bool copies = threadIdx.x == 32 * WARPS;
     struct copier copier;
     if (copies) {
         for (int s = 0; s < P::stages; s++) {
@@ -395,7 +389,7 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
     __syncthreads();
     dn_start_next();
     dn_wait_previous();
-    if (P::has_copier && warp == WARPS) {
+    if (warp == WARPS) {
         while (copies && copy_next<format, symmetric, N>(copier, a, stages, full, empty))
             ;
         if (a.n_runs > 1) { /* finish_cluster()'s */
@@ -404,31 +398,22 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
         }
         return;
     }
-    if (!P::has_copier && copies)
-        for (int s = 0; s < P::stages; s++)
-            copy_next<format, symmetric, N>(copier, a, stages, full, empty);
-    __syncwarp();
-    const int pair = warp % 4, half = warp / 4;
     const struct share share = share_of(a);
+    const int strip = N < 64 ? warp : warp % 4 * 2, token0 = N < 64 ? 0 : warp / 4 * 32; /* of the unit's 8 strips */
     uint32_t s = 0, phase = 0;
-    bool refill = false;
     for (uint32_t row_tile = share.first; row_tile < a.n_tiles; row_tile += share.step) {
-        float sum[2][N / 8][4] = {};
-        const bool has_rows = pair < 2 || has_second_block(a, row_tile);
+        float sum[P::strips][P::columns][4] = {};
+        const bool has_rows = strip < DN_TILE_STRIPS || has_second_block(a, row_tile);
         for (uint32_t k = share.begin; k < share.end; k += P::tiles) {
-            if (!P::has_copier && copies && refill)
-                copy_next<format, symmetric, N>(copier, a, stages, full, empty); /* into the stage of the last turn */
-            refill = true;
-            __syncwarp();
             const uint8_t *stage = stages + s * P::stage_bytes;
+            const uint8_t *tile = stage + P::x_bytes + strip / DN_TILE_STRIPS * (P::tiles * P::tile_bytes);
+            uint32_t box = dn_shared(stage) + token0 * 128;
             dn_barrier_wait(full + s, phase);
             if (has_rows) {
-                const uint8_t *tile = stage + P::x_bytes + pair / 2 * (P::tiles * P::tile_bytes);
-                uint32_t box = dn_shared(stage) + half * P::box_bytes;
-                multiply<format, symmetric, N>(sum, tile, box, pair % 2 * 2, half, lane, a.w.scale_is_bf16);
+                multiply<format, symmetric, N>(sum, tile, box, strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
                 if (P::tiles > 1 && k + 1 < share.end)
-                    multiply<format, symmetric, N>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes, pair % 2 * 2,
-                                                   half, lane, a.w.scale_is_bf16);
+                    multiply<format, symmetric, N>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes,
+                                                   strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
             }
             __syncwarp();
             if (lane == 0)
@@ -439,9 +424,9 @@ static __global__ void __launch_bounds__(plan<format, symmetric, N>::threads, BL
             }
         }
         if (a.n_runs > 1)
-            finish_cluster<N>(a, row_tile, sum, (float *)stages, warp, lane);
+            finish_cluster<N>(a, row_tile, sum, strip * 16, token0, (float *)stages, threadIdx.x);
         else
-            finish_alone<N>(a, row_tile, sum, join, warp, lane);
+            finish_alone<N>(a, row_tile, sum, strip * 16, token0, sums, threadIdx.x);
     }
 #endif
 }
@@ -528,6 +513,8 @@ static void launch_cluster(struct dn_cuda *c, void (*kernel)(struct args), uint3
     conf.numAttrs = c->plain ? 1 : 2;
     c->plain = false;
     cudaError_t e = dn_cuda_allow_shared(c, (const void *)kernel, shared);
+    if (e == cudaSuccess && a.n_runs > 8)
+        e = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (e == cudaSuccess)
         e = cudaLaunchKernelEx(&conf, kernel, a);
     if (e != cudaSuccess)
@@ -542,9 +529,9 @@ template <int format, bool symmetric, int N> static bool launch(struct dn_cuda *
         cudaFuncSetAttribute((const void *)few<format, symmetric, N>, cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared);
     if (a.n_runs > 1)
-        launch_cluster(c, few<format, symmetric, N>, grid, P::threads, P::bytes, a);
+        launch_cluster(c, few<format, symmetric, N>, grid, THREADS, P::bytes, a);
     else
-        dn_launch(c, "matmul", few<format, symmetric, N>, dim3(grid), dim3(P::threads), P::bytes, a);
+        dn_launch(c, "matmul", few<format, symmetric, N>, dim3(grid), dim3(THREADS), P::bytes, a);
     return true;
 }
 template <int format, bool symmetric>
@@ -556,13 +543,15 @@ static bool launch_for(struct dn_cuda *c, uint32_t n, uint32_t grid, const struc
                      : launch<format, symmetric, 64>(c, grid, a);
 }
 
-/* Blocks a row tile: as many as are sure to run at once, two an SM, with a little left for how clusters fit. */
+/* Blocks a row tile: as many as are sure to run at once, two an SM, with a little left for how clusters fit; 16, more
+ * than every GPU must offer, only where they leave most of it free. */
 static uint32_t runs_of(const struct dn_cuda *c, uint32_t row_tiles, uint32_t k_tiles)
 {
     const uint32_t slots = BLOCKS_PER_SM * c->n_sms;
-    for (uint32_t n = 8; n > 1; n /= 2)
-        if (row_tiles * n <= (n == 8 ? slots * 6 / 7 : slots * 31 / 32) && k_tiles >= 2 * n)
-            return n;
+    const uint32_t most[] = {slots, slots * 31 / 32, slots * 31 / 32, slots * 6 / 7, slots / 2};
+    for (uint32_t i = 4; i > 0; i--)
+        if (row_tiles << i <= most[i] && k_tiles >= 2u << i)
+            return 1u << i;
     return 1;
 }
 
@@ -573,7 +562,8 @@ static void launch_box(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t 
     a.w = dn_weights_of(f->w);
     a.group_rows = f->w->n_out;
     a.group_blocks = (f->w->n_out + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
-    a.group_tiles = (a.group_blocks + 1) / 2;
+    a.tile_blocks = dn_weights_groups(f->w) * a.group_blocks * 4 < (uint32_t)c->n_sms ? 1 : 2;
+    a.group_tiles = (a.group_blocks + a.tile_blocks - 1) / a.tile_blocks;
     a.n_tiles = dn_weights_groups(f->w) * a.group_tiles;
     a.n_runs = runs_of(c, a.n_tiles, a.w.n_tiles);
     uint32_t grid = a.n_tiles * a.n_runs, most = BLOCKS_PER_SM * c->n_sms;

@@ -456,8 +456,8 @@ static void bench_release(struct gpu *g, struct bench *b)
         g->ops->free(g->d, b->m[c].data);
 }
 
-static const uint32_t bench_shapes[][2] = {{7168, 7168}, {18432, 7168}, {7168, 18432}, {12288, 1536},
-                                           {2112, 7168}, {7168, 8192},  {4096, 7168},  {163840, 7168}};
+static const uint32_t bench_shapes[][2] = {{7168, 7168}, {18432, 7168}, {7168, 18432}, {12288, 1536}, {2112, 7168},
+                                           {7168, 8192}, {4096, 7168},  {384, 7168},   {163840, 7168}};
 
 Test(matmul, bench_decode)
 {

@@ -193,11 +193,19 @@ static __device__ __forceinline__ uint32_t gqa_bits(__nv_bfloat162 x)
     return *(uint32_t *)&x;
 }
 
-/* Two e4m3 in the low or high half of x as f16. */
-static __device__ __forceinline__ uint32_t gqa_f16(uint32_t x)
+/* Four e4m3 as f16: the first two, the other two. */
+static __device__ __forceinline__ void gqa_f16(uint32_t x, uint32_t &lo, uint32_t &hi)
 {
-    __half2_raw h = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(x & 0xffff), __NV_E4M3);
-    return (uint32_t)h.x | (uint32_t)h.y << 16;
+#if __CUDA_ARCH__ >= 890
+    asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, l;\n\tcvt.rn.f16x2.e4m3x2 %1, h;\n\t}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(x));
+#else
+    __half2_raw l = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(x & 0xffff), __NV_E4M3);
+    __half2_raw h = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(x >> 16), __NV_E4M3);
+    lo = (uint32_t)l.x | (uint32_t)l.y << 16;
+    hi = (uint32_t)h.x | (uint32_t)h.y << 16;
+#endif
 }
 
 template <bool F16> static __device__ __forceinline__ uint32_t gqa_pack(float lo, float hi)
@@ -318,14 +326,20 @@ static __device__ __forceinline__ void gqa_scores(float (&s)[2 * N16][4], const 
                 gqa_mma<F16>(s[2 * n], q[j], b[n][0], b[n][1]);
                 gqa_mma<F16>(s[2 * n + 1], q[j], b[n][2], b[n][3]);
             } else {
-                gqa_mma<F16>(s[2 * n], q[2 * j], gqa_f16(b[n][0]), gqa_f16(b[n][0] >> 16));
-                gqa_mma<F16>(s[2 * n + 1], q[2 * j], gqa_f16(b[n][2]), gqa_f16(b[n][2] >> 16));
+                uint32_t lo[2], hi[2];
+                gqa_f16(b[n][0], lo[0], hi[0]);
+                gqa_f16(b[n][2], lo[1], hi[1]);
+                gqa_mma<F16>(s[2 * n], q[2 * j], lo[0], hi[0]);
+                gqa_mma<F16>(s[2 * n + 1], q[2 * j], lo[1], hi[1]);
             }
         }
 #pragma unroll
         for (int n = 0; n < N16 && BYTES; n++) {
-            gqa_mma<F16>(s[2 * n], q[(2 * j + 1) % (D / 16)], gqa_f16(b[n][1]), gqa_f16(b[n][1] >> 16));
-            gqa_mma<F16>(s[2 * n + 1], q[(2 * j + 1) % (D / 16)], gqa_f16(b[n][3]), gqa_f16(b[n][3] >> 16));
+            uint32_t lo[2], hi[2];
+            gqa_f16(b[n][1], lo[0], hi[0]);
+            gqa_f16(b[n][3], lo[1], hi[1]);
+            gqa_mma<F16>(s[2 * n], q[(2 * j + 1) % (D / 16)], lo[0], hi[0]);
+            gqa_mma<F16>(s[2 * n + 1], q[(2 * j + 1) % (D / 16)], lo[1], hi[1]);
         }
     }
 }
@@ -350,12 +364,13 @@ static __device__ __forceinline__ void gqa_values(gqa_state<D> &st, const uint32
             gqa_mma<F16>(st.o[2 * j + 1], p, b[2], b[3]);
         } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                b[i] = __byte_perm(b[i], 0, 0x3120);
-            gqa_mma<true>(st.o[4 * j], p, gqa_f16(b[0]), gqa_f16(b[1]));
-            gqa_mma<true>(st.o[4 * j + 1], p, gqa_f16(b[0] >> 16), gqa_f16(b[1] >> 16));
-            gqa_mma<true>(st.o[4 * j + 2], p, gqa_f16(b[2]), gqa_f16(b[3]));
-            gqa_mma<true>(st.o[4 * j + 3], p, gqa_f16(b[2] >> 16), gqa_f16(b[3] >> 16));
+            for (int i = 0; i < 2; i++) {
+                uint32_t even[2], odd[2];
+                gqa_f16(__byte_perm(b[2 * i], 0, 0x3120), even[0], odd[0]);
+                gqa_f16(__byte_perm(b[2 * i + 1], 0, 0x3120), even[1], odd[1]);
+                gqa_mma<true>(st.o[4 * j + 2 * i], p, even[0], even[1]);
+                gqa_mma<true>(st.o[4 * j + 2 * i + 1], p, odd[0], odd[1]);
+            }
         }
     }
 }

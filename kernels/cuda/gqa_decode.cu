@@ -3,20 +3,24 @@
  * Maths: S = scale * Q K^T for the (up to 16) query heads of a KV head, P = exp(S - max), O = P V / sum(P).
  *
  * Work: an item is (sequence, KV head, split). The length of a split follows from the sequence's own length alone
- * (about 128 items for one sequence, 4 pages at least), so the bits of a row do too. Blocks stay and take items by
- * ticket. The last block to finish a split of a (sequence, KV head) merges them all, in order.
+ * (about 128 items for one sequence, 8 pages at least, none for 16 pages or fewer), so the bits of a row do too. Block
+ * i takes items i, i + blocks, ...: a sequence's items are equal and about as many as blocks, so that is fair. (Tickets
+ * were not: items are prepared ahead, and who had taken the last ones still had three to do.) The last block to finish
+ * a split of a (sequence, KV head) merges them all, in order, when it has no more items.
  *
  * Warps: 0..7 compute, 8 loads, 9 finds items and prepares their queries, 10 and 11 finish. A stage of the ring holds a
  * page's block of one KV head in BF16, two pages in FP8. A computing warp takes 32 tokens of a stage with a softmax of
  * its own: in BF16 warps 2i and 2i + 1 the stages i, i + 4, ... of the item, in FP8 warps 0..3 the even stages and 4..7
  * the odd ones. At the item's end each drops its state in shared memory and goes on; the finishing warps put the eight
- * together, write them and merge, beside the next item: waiting for memory fences and tickets there took 4 us an item.
+ * together, write them and merge, beside the next item: waiting for memory fences and counters there took 4 us an item.
  *
- * Barriers: full[stage] <- the loader's copies; empty[stage] <- 8, one of each computing warp, even if it used nothing
- * (otherwise it could miss a phase). q_full[slot] <- warp 9: the item and its queries are there; q_empty[slot] <- 8
- * computing warps and the loader. dropped <- 8 computing warps, taken <- 2 finishing ones.
+ * Barriers: full[group][stage] <- the loader's copies, one for each group of warps that may use the stage, so that the
+ * others need not look; empty[stage] <- 4, of the group's two warps two each, or one of four. q_full[slot] <- warp 9:
+ * the item and its queries are there; q_empty[slot] <- 8 computing warps and the loader. dropped <- 8 computing warps,
+ * taken
+ * <- the finishing ones.
  *
- * Shared memory: stages | queries [3][16][D + 8] 16-bit, states, items, barriers | dropped O [8][heads][D + 8] f32 |
+ * Shared memory: queries [3][16][D + 8] 16-bit, states, items, barriers | stages | dropped O [8][heads][D + 8] f32 |
  * first items of the sequences.
  *
  * Floor: bytes of K and V (and scales) of all tokens at 4.65 TB/s. What was reached: kernels/README.md.
@@ -24,8 +28,9 @@
 #include "kernels/cuda/gqa.cuh"
 
 enum { FINISH_WARPS = 2, FINISH_THREADS = 32 * FINISH_WARPS, THREADS = 32 * (GQA_WARPS + 2 + FINISH_WARPS) };
-enum { SLOTS = 3 /* items between the warps */ };
-enum { SPLIT_PAGES = 4 /* fewest in a split */, MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
+enum { PENDING = 64 /* merges that are left to the end of a block */ };
+enum { SLOTS = 3 /* items between the warps */, GROUPS = 6 /* of computing warps: 4 in BF16, 2 in FP8 */ };
+enum { SPLIT_PAGES = 8 /* fewest in a split, for heads of 128 */, MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
 
 struct item {
     int32_t seq, kv_head, head, n_heads; /* seq < 0: no more */
@@ -34,7 +39,13 @@ struct item {
     uint32_t counter; /* of finished splits */
 };
 
-template <int D> struct shared {
+/* Splits that are all there, for someone to merge. */
+struct merge {
+    int32_t seq, head, n_heads, n_splits;
+    uint32_t slot; /* of the first */
+};
+
+template <int D> struct alignas(1024) shared {
     static constexpr uint32_t stage_bytes = gqa_tile_bytes<D>(false) > 2 * gqa_tile_bytes<D>(true)
                                                 ? gqa_tile_bytes<D>(false)
                                                 : 2 * gqa_tile_bytes<D>(true);
@@ -43,15 +54,17 @@ template <int D> struct shared {
     float factor[SLOTS][GQA_ROWS];                        /* of scores, to the base 2 */
     float m[GQA_WARPS][GQA_ROWS], l[GQA_WARPS][GQA_ROWS]; /* dropped with O */
     struct item item[SLOTS], done;
-    float weight[GQA_ROWS][MAX_SPLITS]; /* of warps, later of splits */
-    float total_m[GQA_ROWS], total_l[GQA_ROWS];
-    uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[SLOTS], q_empty[SLOTS], dropped, taken;
-    uint32_t last;
+    float weight[GQA_ROWS][GQA_WARPS], total_l[GQA_ROWS];
+    struct merge pending[PENDING];
+    uint32_t n_pending;
+    uint64_t full[GROUPS][GQA_MAX_STAGES], empty[GQA_MAX_STAGES], q_full[SLOTS], q_empty[SLOTS], dropped, taken;
 };
 
-/* Pages of a split and number of splits for a sequence of n pages. */
+/* Pages of a split for a sequence of n pages: few pages are not worth a merge. */
 static __host__ __device__ __forceinline__ uint32_t split_pages(uint32_t n, uint32_t items_per_split, uint32_t fewest)
 {
+    if (n <= 2 * fewest)
+        return 2 * fewest;
     uint32_t pages = (n * items_per_split + SPLIT_ITEMS - 1) / SPLIT_ITEMS;
     uint32_t least = (n + MAX_SPLITS - 1) / MAX_SPLITS;
     pages = pages < least ? least : pages;
@@ -118,7 +131,7 @@ static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, cons
     it.len = a.step.position[lo] + 1;
     it.fp8 = a.step.kv_format[lo] == DN_KV_FP8;
     it.slot = index;
-    it.counter = 1 + lo * per_split + part;
+    it.counter = lo * per_split + part;
     return it;
 }
 
@@ -175,11 +188,9 @@ static __device__ __forceinline__ void find(const gqa_args &a, shared<D> &sh, co
 {
     struct gqa_ring slot = {0, 0};
     const uint32_t n_items = first[n_seqs];
-    for (uint32_t index = blockIdx.x;; gqa_next(slot, SLOTS)) {
+    dn_wait_previous();
+    for (uint32_t index = blockIdx.x;; index += gridDim.x, gqa_next(slot, SLOTS)) {
         const bool none = index >= n_items;
-        uint32_t ticket = 0;
-        if (!none && lane == 0)
-            ticket = atomicAdd(a.counters, 1);
         gqa_wait(gqa_smem(&sh.q_empty[slot.stage]), slot.phase ^ 1);
         if (none) {
             if (lane == 0)
@@ -195,9 +206,6 @@ static __device__ __forceinline__ void find(const gqa_args &a, shared<D> &sh, co
             gqa_arrive(gqa_smem(&sh.q_full[slot.stage]));
         if (none)
             return;
-        if (lane == 0 && ticket == n_items - 1) /* blocks with an item fetch until they get none: n_items in all */
-            *a.counters = 0;
-        index = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
     }
 }
 
@@ -225,25 +233,39 @@ static __device__ __forceinline__ struct item next_item(const gqa_args &a, share
     return it;
 }
 
+/* The first item's pages are asked for before the previous kernel has ended, but for the page that it writes: the last.
+ */
 template <int D>
-static __device__ __forceinline__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *stages, uint32_t lane)
+static __device__ __forceinline__ void load(const gqa_args &a, shared<D> &sh, const uint8_t *stages,
+                                            const uint32_t *first, uint32_t n_seqs, uint32_t lane)
 {
     struct gqa_ring ring = {0, 0}, slot = {0, 0};
-    uint32_t next_ids;
-    struct item next = next_item(a, sh, slot, &next_ids, lane);
+    bool early = blockIdx.x < first[n_seqs];
+    uint32_t next_ids = 0;
+    struct item next;
+    if (early) {
+        next = find_item(a, n_seqs, first, blockIdx.x);
+        next_ids = page_ids(a, next, 0, lane);
+    } else {
+        next = next_item(a, sh, slot, &next_ids, lane);
+    }
     while (next.seq >= 0) {
         const struct item it = next;
         uint32_t ids = next_ids;
-        if (it.n_pages <= 0)
-            next = next_item(a, sh, slot, &next_ids, lane);
-        for (int t = 0; t < it.n_pages; t += it.fp8 ? 2 : 1) {
+        const int step = it.fp8 ? 2 : 1, last = (it.len - 1) / GQA_PAGE - it.first_page;
+        bool waited = !early;
+        for (int t = 0, i = 0; t < it.n_pages; t += step, i++) {
             if (t && t % 32 == 0)
                 ids = page_ids(a, it, t, lane);
-            const uint32_t bar = gqa_smem(&sh.full[ring.stage]);
+            const uint32_t bar = gqa_smem(&sh.full[it.fp8 ? 4 + (i & 1) : i & 3][ring.stage]);
             const uint32_t dst = gqa_smem(stages + ring.stage * shared<D>::stage_bytes);
             const bool two = it.fp8 && t + 1 < it.n_pages;
             const uint32_t one = __shfl_sync(0xffffffff, ids, t % 32),
                            other = __shfl_sync(0xffffffff, ids, (t + 1) % 32);
+            if (!waited && t + step > last) {
+                dn_wait_previous();
+                waited = true;
+            }
             gqa_wait(gqa_smem(&sh.empty[ring.stage]), ring.phase ^ 1);
             gqa_copy_begin(bar, gqa_tile_bytes<D>(it.fp8) * (two ? 2 : 1), lane);
             gqa_copy_tile<D>(a, it.fp8, one, (uint32_t)it.kv_head, dst, bar, lane, 0);
@@ -251,18 +273,110 @@ static __device__ __forceinline__ void load(const gqa_args &a, shared<D> &sh, co
                 gqa_copy_tile<D>(a, true, other, (uint32_t)it.kv_head, dst + gqa_tile_bytes<D>(true), bar, lane, 4);
             gqa_copy_end(bar);
             gqa_next(ring, a.n_stages);
-            if (t == 0)
+            if (t == 0 && !early)
                 next = next_item(a, sh, slot, &next_ids, lane);
         }
+        if (early) {
+            dn_wait_previous();
+            next_item(a, sh, slot, &next_ids, lane); /* this one */
+        }
+        if (early || it.n_pages <= 0)
+            next = next_item(a, sh, slot, &next_ids, lane);
+        early = false;
+    }
+}
+
+/* ---- Merging ---- */
+
+/* Where the partial result of an item lies: O [heads][D], then maxima [heads] and sums [heads]. */
+template <int D> static __device__ __forceinline__ float *partial_at(const gqa_args &a, uint32_t slot)
+{
+    uint32_t heads = min((uint32_t)GQA_ROWS, a.group);
+    return a.partial + (size_t)slot * heads * (D + 4); /* whole 16 bytes */
+}
+
+static __device__ __forceinline__ void put_out(__nv_bfloat16 *to, float4 x, float f)
+{
+    *(uint2 *)to = make_uint2(gqa_pack<false>(x.x * f, x.y * f), gqa_pack<false>(x.z * f, x.w * f));
+}
+
+/* Merges the splits of one query head, in order; a lane has D / 32 values of it. */
+template <int D>
+static __device__ __forceinline__ void merge_head(const gqa_args &a, const struct merge &u, uint32_t h, uint32_t lane)
+{
+    constexpr int v = D / 32;
+    const uint32_t heads = min((uint32_t)GQA_ROWS, a.group), per_split = a.n_kv_heads * a.head_blocks;
+    const size_t stride = (size_t)per_split * heads * (D + 4);
+    const float *part = partial_at<D>(a, u.slot), *at = part + h * D + lane * v;
+    const int n = u.n_splits;
+    float m[2], l[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int s = (int)lane + 32 * i;
+        m[i] = s < n ? __ldcg(part + s * stride + heads * D + h) : -INFINITY;
+        l[i] = s < n ? __ldcg(part + s * stride + heads * (D + 1) + h) : 0;
+    }
+    float top = fmaxf(m[0], m[1]), sum[v] = {};
+    for (int d = 16; d; d /= 2)
+        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, d));
+    float w[2] = {gqa_exp2(m[0] - top), gqa_exp2(m[1] - top)}, all = l[0] * w[0] + l[1] * w[1];
+    for (int d = 16; d; d /= 2)
+        all += __shfl_xor_sync(0xffffffff, all, d);
+    for (int begin = 0; begin < n; begin += 8) {
+        float x[8][v];
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            const float *from = at + min(begin + s, n - 1) * stride;
+            if (v == 4) {
+                float4 y = __ldcg((const float4 *)from);
+                x[s][0] = y.x;
+                x[s][1] = y.y;
+                x[s][2 % v] = y.z;
+                x[s][3 % v] = y.w;
+            } else {
+                float2 y = __ldcg((const float2 *)from);
+                x[s][0] = y.x;
+                x[s][1] = y.y;
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < 8; s++) {
+            const float f = __shfl_sync(0xffffffff, begin >= 32 ? w[1] : w[0], (begin + s) % 32);
+#pragma unroll
+            for (int i = 0; i < v; i++)
+                sum[i] += begin + s < n ? x[s][i] * f : 0;
+        }
+    }
+    uint32_t *to = (uint32_t *)(a.out + ((size_t)u.seq * a.n_heads + (uint32_t)u.head + h) * D + lane * v);
+#pragma unroll
+    for (int i = 0; i < v / 2; i++)
+        to[i] = gqa_pack<false>(sum[2 * i] / all, sum[2 * i + 1] / all);
+}
+
+/* What is pending, by n_warps warps. */
+template <int D>
+static __device__ __forceinline__ void merge_pending(const gqa_args &a, const shared<D> &sh, uint32_t warp,
+                                                     uint32_t n_warps, uint32_t lane)
+{
+    for (uint32_t p = 0, unit = 0; p < sh.n_pending; p++) {
+        for (uint32_t h = 0; h < (uint32_t)sh.pending[p].n_heads; h++, unit++)
+            if (unit % n_warps == warp)
+                merge_head<D>(a, sh.pending[p], h, lane);
     }
 }
 
 /* ---- The computing warps ---- */
 
+/* Where a warp is in the ring: the stage of the item's first page, and for each stage the phase of its group's barrier.
+ */
+struct place {
+    uint32_t base, phases[2]; /* of a warp's group in BF16, in FP8 */
+};
+
 /* A warp's part of an item's stages. */
 template <int D, bool FP8>
 static __device__ __forceinline__ void attend(const gqa_args &a, shared<D> &sh, const uint8_t *stages,
-                                              const struct item &it, uint32_t slot, struct gqa_ring &ring,
+                                              const struct item &it, uint32_t slot, struct place &ring,
                                               gqa_state<D> &st, uint32_t warp, uint32_t lane)
 {
     constexpr uint32_t row = FP8 ? D : 2 * D;
@@ -275,27 +389,30 @@ static __device__ __forceinline__ void attend(const gqa_args &a, shared<D> &sh, 
     if (lane == 0)
         gqa_arrive(gqa_smem(&sh.q_empty[slot]));
 
+    constexpr uint32_t n_groups = FP8 ? 2 : 4;
+    const uint32_t group = FP8 ? warp >> 2 : warp >> 1, n_stages = FP8 ? (it.n_pages + 1) / 2 : it.n_pages;
     const uint32_t token = (warp & 1) * 32, tile = FP8 ? (warp >> 1 & 1) * gqa_tile_bytes<D>(true) : 0;
-    for (int t = 0, i = 0; t < it.n_pages; t += FP8 ? 2 : 1, i++) {
-        gqa_wait(gqa_smem(&sh.full[ring.stage]), ring.phase);
-        const int page = FP8 ? t + (int)(warp >> 1 & 1) : t;
-        if (page < it.n_pages && (FP8 ? (uint32_t)(i & 1) == warp >> 2 : (uint32_t)(i & 3) == warp >> 1)) {
-            const int n = it.len - (it.first_page + page) * GQA_PAGE - (int)token;
-            const uint8_t *at = stages + ring.stage * shared<D>::stage_bytes + tile;
-            uint32_t k = gqa_k_at<D, FP8>(gqa_smem(at) + token * row, lane);
-            uint32_t v = gqa_v_at<D, FP8>(gqa_smem(at) + (GQA_PAGE + token) * row, lane);
-            const float *ks = (const float *)(at + 2 * GQA_PAGE * row) + token, *vs = ks + GQA_PAGE;
-            int bound[2] = {n, n};
-            if (n >= 32)
-                gqa_tile<D, FP8, 2, false>(st, q, k, v, ks, vs, c, bound, 0xffffffff, lane);
-            else if (n > 0)
-                gqa_tile<D, FP8, 2, true>(st, q, k, v, ks, vs, c, bound, (1u << n) - 1, lane);
-        }
+    for (uint32_t i = group, stage = ring.base + group; i < n_stages; i += n_groups, stage += n_groups) {
+        while (stage >= a.n_stages)
+            stage -= a.n_stages;
+        gqa_wait(gqa_smem(&sh.full[(FP8 ? 4 : 0) + group][stage]), ring.phases[FP8] >> stage & 1);
+        ring.phases[FP8] ^= 1u << stage;
+        const int page = FP8 ? 2 * (int)i + (int)(warp >> 1 & 1) : (int)i;
+        const int n = it.len - (it.first_page + page) * GQA_PAGE - (int)token;
+        const uint8_t *at = stages + stage * shared<D>::stage_bytes + tile;
+        uint32_t k = gqa_k_at<D, FP8>(gqa_smem(at) + token * row, lane);
+        uint32_t v = gqa_v_at<D, FP8>(gqa_smem(at) + (GQA_PAGE + token) * row, lane);
+        const float *ks = (const float *)(at + 2 * GQA_PAGE * row) + token, *vs = ks + GQA_PAGE;
+        int bound[2] = {n, n};
+        if (n >= 32 && page < it.n_pages)
+            gqa_tile<D, FP8, 2, false>(st, q, k, v, ks, vs, c, bound, 0xffffffff, lane);
+        else if (n > 0 && page < it.n_pages)
+            gqa_tile<D, FP8, 2, true>(st, q, k, v, ks, vs, c, bound, (1u << n) - 1, lane);
         __syncwarp();
-        if (lane == 0)
-            gqa_arrive(gqa_smem(&sh.empty[ring.stage]));
-        gqa_next(ring, a.n_stages);
+        if (lane < (FP8 ? 1 : 2))
+            gqa_arrive(gqa_smem(&sh.empty[stage]));
     }
+    ring.base = (ring.base + n_stages) % a.n_stages;
 }
 
 /* A warp leaves its state for the finishing warps. dropped_o: [8][n_heads][row]. */
@@ -328,11 +445,18 @@ static __device__ __forceinline__ void drop(shared<D> &sh, float *dropped_o, con
     }
 }
 
+/* Computing and finishing warps. */
+static __device__ __forceinline__ void all_barrier()
+{
+    asm volatile("bar.sync 2, %0;" ::"r"((int)(32 * GQA_WARPS + FINISH_THREADS)) : "memory");
+}
+
 template <int D>
 static __device__ __forceinline__ void compute(const gqa_args &a, shared<D> &sh, const uint8_t *stages,
                                                float *dropped_o, uint32_t warp, uint32_t lane)
 {
-    struct gqa_ring ring = {0, 0}, slot = {0, 0};
+    struct place ring = {0, {0, 0}};
+    struct gqa_ring slot = {0, 0};
     uint32_t phase = 1; /* of `taken` */
     gqa_state<D> st;
     for (;; phase ^= 1) {
@@ -359,8 +483,10 @@ static __device__ __forceinline__ void compute(const gqa_args &a, shared<D> &sh,
         if (lane == 0)
             gqa_arrive(gqa_smem(&sh.dropped));
         if (it.seq < 0)
-            return;
+            break;
     }
+    all_barrier(); /* the finishing warps have counted the last item */
+    merge_pending(a, sh, warp, GQA_WARPS, lane);
 }
 
 /* ---- The finishing warps ---- */
@@ -370,59 +496,12 @@ static __device__ __forceinline__ void finish_barrier()
     asm volatile("bar.sync 1, %0;" ::"r"((int)FINISH_THREADS) : "memory");
 }
 
-/* Where the partial result of an item lies: O [heads][D], then maxima [heads] and sums [heads]. */
-template <int D> static __device__ __forceinline__ float *partial_at(const gqa_args &a, uint32_t slot)
+/* Makes what the finishing warps wrote visible (they met at a barrier before) and sees what others made visible. */
+static __device__ __forceinline__ uint32_t count_up(uint32_t *counter)
 {
-    uint32_t heads = min((uint32_t)GQA_ROWS, a.group);
-    return a.partial + (size_t)slot * heads * (D + 4); /* whole 16 bytes */
-}
-
-static __device__ __forceinline__ void put_out(__nv_bfloat16 *to, float4 x, float f)
-{
-    *(uint2 *)to = make_uint2(gqa_pack<false>(x.x * f, x.y * f), gqa_pack<false>(x.z * f, x.w * f));
-}
-
-/* Merges the splits of the item's (sequence, KV head), in order: all are written. */
-template <int D> static __device__ void merge(const gqa_args &a, shared<D> &sh, const struct item &it, uint32_t thread)
-{
-    const uint32_t heads = min((uint32_t)GQA_ROWS, a.group), warp = thread / 32, lane = thread % 32;
-    const uint32_t per_split = a.n_kv_heads * a.head_blocks, slot0 = it.slot - (uint32_t)it.split * per_split;
-    const uint32_t n = (uint32_t)it.n_splits;
-    for (uint32_t h = warp; h < (uint32_t)it.n_heads; h += FINISH_WARPS) {
-        float m[2], l[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t s = lane + 32 * i;
-            const float *at = partial_at<D>(a, slot0 + s * per_split) + heads * D;
-            m[i] = s < n ? __ldcg(at + h) : -INFINITY;
-            l[i] = s < n ? __ldcg(at + heads + h) : 0;
-        }
-        float top = fmaxf(m[0], m[1]);
-        for (int d = 16; d; d /= 2)
-            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, d));
-        float w[2] = {gqa_exp2(m[0] - top), gqa_exp2(m[1] - top)};
-        float sum = l[0] * w[0] + l[1] * w[1];
-        for (int d = 16; d; d /= 2)
-            sum += __shfl_xor_sync(0xffffffff, sum, d);
-        sh.weight[h][lane] = w[0] / sum;
-        sh.weight[h][lane + 32] = w[1] / sum;
-    }
-    finish_barrier();
-    const size_t stride = (size_t)per_split * heads * (D + 4);
-    for (uint32_t e = thread; e < (uint32_t)it.n_heads * D / 4; e += FINISH_THREADS) {
-        uint32_t h = e / (D / 4), d = e % (D / 4) * 4;
-        const float *at = partial_at<D>(a, slot0) + h * D + d, *w = sh.weight[h];
-        float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
-        for (uint32_t s = 0; s < n; s++) {
-            float4 x = __ldcg((const float4 *)(at + s * stride));
-            sum.x += x.x * w[s];
-            sum.y += x.y * w[s];
-            sum.z += x.z * w[s];
-            sum.w += x.w * w[s];
-        }
-        put_out(a.out + ((size_t)it.seq * a.n_heads + (uint32_t)it.head + h) * D + d, sum, 1);
-    }
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 /* Adds up what the eight warps dropped and writes it: the result, or a split's part of it. */
@@ -473,50 +552,56 @@ static __device__ void put(const gqa_args &a, shared<D> &sh, const float *droppe
 template <int D>
 static __device__ __forceinline__ void finish(const gqa_args &a, shared<D> &sh, const float *dropped_o, uint32_t thread)
 {
+    dn_wait_previous();
     for (uint32_t phase = 0;; phase ^= 1) {
         gqa_wait(gqa_smem(&sh.dropped), phase);
         const struct item it = sh.done;
         if (it.seq < 0)
-            return;
+            break;
         put<D>(a, sh, dropped_o, it, thread);
         __syncwarp();
         if (thread % 32 == 0)
             gqa_arrive(gqa_smem(&sh.taken));
-        if (it.n_splits > 1) {
-            __threadfence();
-            finish_barrier();
-            if (thread == 0) {
-                uint32_t before = atomicAdd(a.counters + it.counter, 1);
-                sh.last = before == (uint32_t)it.n_splits - 1;
-                if (sh.last)
-                    a.counters[it.counter] = 0;
-                __threadfence();
-            }
-            finish_barrier();
-            if (sh.last)
-                merge<D>(a, sh, it, thread);
+        finish_barrier(); /* all is written, and the weights may be those of the next item */
+        if (it.n_splits == 1)
+            continue;
+        if (thread == 0 && count_up(a.counters + it.counter) == (uint32_t)it.n_splits - 1) {
+            const uint32_t per_split = a.n_kv_heads * a.head_blocks;
+            a.counters[it.counter] = 0;
+            sh.pending[sh.n_pending++] = {it.seq, it.head, it.n_heads, it.n_splits,
+                                          it.slot - (uint32_t)it.split * per_split};
         }
-        finish_barrier(); /* before the weights are those of the next item */
+        finish_barrier();
+        if (sh.n_pending == PENDING) {
+            merge_pending(a, sh, thread / 32, FINISH_WARPS, thread % 32);
+            finish_barrier();
+            if (thread == 0)
+                sh.n_pending = 0;
+            finish_barrier();
+        }
     }
+    all_barrier();
 }
 
 template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode(const __grid_constant__ gqa_args a)
 {
-    extern __shared__ uint8_t raw[];
-    uint8_t *stages = (uint8_t *)(((uintptr_t)raw + 1023) & ~(uintptr_t)1023);
-    shared<D> &sh = *(shared<D> *)(stages + a.n_stages * shared<D>::stage_bytes);
-    float *dropped_o = (float *)(((uintptr_t)(&sh + 1) + 15) & ~(uintptr_t)15);
+    extern __shared__ __align__(1024) uint8_t raw[];
+    shared<D> &sh = *(shared<D> *)raw;
+    uint8_t *stages = raw + sizeof sh;
+    float *dropped_o = (float *)(stages + a.n_stages * shared<D>::stage_bytes);
     uint32_t *first = (uint32_t *)(dropped_o + GQA_WARPS * min((uint32_t)GQA_ROWS, a.group) * shared<D>::row);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < a.n_stages; i++) {
-            gqa_bar_init(gqa_smem(&sh.full[i]), GQA_COPY_ARRIVALS);
-            gqa_bar_init(gqa_smem(&sh.empty[i]), GQA_WARPS);
+            for (uint32_t g = 0; g < GROUPS; g++)
+                gqa_bar_init(gqa_smem(&sh.full[g][i]), GQA_COPY_ARRIVALS);
+            gqa_bar_init(gqa_smem(&sh.empty[i]), 4);
         }
         for (uint32_t i = 0; i < SLOTS; i++) {
             gqa_bar_init(gqa_smem(&sh.q_full[i]), 1);
             gqa_bar_init(gqa_smem(&sh.q_empty[i]), GQA_WARPS + 1);
         }
+        sh.n_pending = 0;
         gqa_bar_init(gqa_smem(&sh.dropped), GQA_WARPS);
         gqa_bar_init(gqa_smem(&sh.taken), FINISH_WARPS);
         gqa_bar_init_done();
@@ -526,17 +611,18 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode
         ((uint32_t *)sh.q)[i] = 0;
     for (uint32_t i = threadIdx.x; i < SLOTS * GQA_ROWS; i += THREADS)
         sh.factor[0][i] = 1;
-    dn_wait_previous();
-    dn_start_next();
+    /* The step's arrays were there before its first kernel, and bad[] before the first that touches pages: both ended
+     * before this kernel could start. */
     const uint32_t n_seqs = a.step.count[DN_COUNT_SEQS];
     count_items(a, n_seqs, first); /* and makes the barriers visible */
+    dn_start_next();
     if (warp < GQA_WARPS) {
         gqa_registers_up<216>();
         compute<D>(a, sh, stages, dropped_o, warp, lane);
     } else {
         gqa_registers_down<72>();
         if (warp == GQA_WARPS)
-            load<D>(a, sh, stages, lane);
+            load<D>(a, sh, stages, first, n_seqs, lane);
         else if (warp == GQA_WARPS + 1)
             find<D>(a, sh, first, n_seqs, lane);
         else
@@ -547,7 +633,7 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode
 template <int D> static bool launch(struct dn_cuda *c, struct gqa_args a, size_t bytes)
 {
     uint32_t heads = a.group < GQA_ROWS ? a.group : (uint32_t)GQA_ROWS;
-    size_t fixed = 1024 + sizeof(shared<D>) + 16 + GQA_WARPS * heads * shared<D>::row * sizeof(float) +
+    size_t fixed = sizeof(shared<D>) + GQA_WARPS * heads * shared<D>::row * sizeof(float) +
                    ((size_t)c->n_seqs + 1) * sizeof(uint32_t);
     if (fixed + 2 * shared<D>::stage_bytes > c->shared_bytes)
         return false;
@@ -562,7 +648,7 @@ template <int D> static bool launch(struct dn_cuda *c, struct gqa_args a, size_t
 bool dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_args a)
 {
     uint32_t per_split = a.n_kv_heads * a.head_blocks;
-    if ((uint64_t)c->n_seqs * per_split + 1 > DN_CUDA_COUNTERS)
+    if ((uint64_t)c->n_seqs * per_split > DN_CUDA_COUNTERS)
         return false;
     a.split_pages = p->head_dim == 128 ? SPLIT_PAGES : 2 * SPLIT_PAGES;
     /* A sequence of n pages has at most n / split_pages + 1 splits, 128 / per_split + 1, and 64. */

@@ -10,7 +10,7 @@
  * A NaN in V of a token that some row of a warp may see and another may not: the token's V is dropped for the warp and
  * the rows that see it become NaN through their sum.
  *
- * Shared memory: stages | barriers. Floor: tensor pipe, 4 * D FLOP a (row, token); mma.sync reaches 66 % of it.
+ * Shared memory: barriers | stages. Floor: tensor pipe, 4 * D FLOP a (row, token); mma.sync reaches 66 % of it.
  *
  * gqa_simple: other head sizes; a block for each (token, head), a warp for every fourth token. Correct, not fast.
  */
@@ -23,7 +23,7 @@ enum {
 };
 
 /* FP8: pages arrive in a ring of their own (bytes_*), and warps 9..11 turn them to f16 in the stages that BF16 uses. */
-struct bars {
+struct alignas(1024) bars {
     uint64_t full[GQA_MAX_STAGES], empty[GQA_MAX_STAGES];
     uint64_t bytes_full[GQA_MAX_STAGES], bytes_empty[GQA_MAX_STAGES];
 };
@@ -103,8 +103,13 @@ static __device__ void widen(const gqa_args &a, const struct share &w, struct ba
             uint32_t token = i / chunks, chunk = (i % chunks) ^ gqa_swizzle(chunks, token);
             uint32_t place = (2 * chunk) ^ gqa_swizzle(2 * chunks, token);
             uint4 *row = (uint4 *)(y + token * 2 * D);
-            row[place] = make_uint4(gqa_f16(v.x), gqa_f16(v.x >> 16), gqa_f16(v.y), gqa_f16(v.y >> 16));
-            row[place ^ 1] = make_uint4(gqa_f16(v.z), gqa_f16(v.z >> 16), gqa_f16(v.w), gqa_f16(v.w >> 16));
+            uint4 lo, hi;
+            gqa_f16(v.x, lo.x, lo.y);
+            gqa_f16(v.y, lo.z, lo.w);
+            gqa_f16(v.z, hi.x, hi.y);
+            gqa_f16(v.w, hi.z, hi.w);
+            row[place] = lo;
+            row[place ^ 1] = hi;
         }
         for (uint32_t i = thread; i < SCALES / 16; i += 32 * WIDE_WARPS)
             ((uint4 *)(y + gqa_tile_bytes<D>(false)))[i] = x[n + i];
@@ -209,9 +214,9 @@ static __device__ void attend(const gqa_args &a, const struct share &w, struct b
 
 template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_prefill(const __grid_constant__ gqa_args a)
 {
-    extern __shared__ uint8_t raw[];
+    extern __shared__ __align__(1024) uint8_t raw[];
     struct bars &bars = *(struct bars *)raw;
-    uint8_t *stages = (uint8_t *)(((uintptr_t)raw + sizeof bars + 1023) & ~(uintptr_t)1023);
+    uint8_t *stages = raw + sizeof bars;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     dn_wait_previous();
     dn_start_next();
@@ -349,7 +354,7 @@ static __global__ void __launch_bounds__(32 * SIMPLE_WARPS) gqa_simple(const __g
 /* false: not enough shared memory. */
 template <int D> static bool launch(struct dn_cuda *c, struct gqa_args a)
 {
-    const size_t fixed = 1024 + sizeof(struct bars), wide = WIDE_STAGES * wide_bytes<D>();
+    const size_t fixed = sizeof(struct bars), wide = WIDE_STAGES * wide_bytes<D>();
     if (fixed + wide + 2 * gqa_tile_bytes<D>(true) > c->shared_bytes)
         return false;
     size_t n_stages = (c->shared_bytes - fixed - wide) / gqa_tile_bytes<D>(true);

@@ -5,6 +5,9 @@
  * of threads, then warps, then the block: an order that depends on dim alone. With rows_only a token that no row wants
  * is updated and no more. Floor: 12 bytes a value of x and add, 2 of out; for few tokens the latency of one trip to
  * memory. The weight is fetched before the previous kernel's end.
+ * On an H200, rows of 7,168 that are not in the L2 cache: 2.8 us for 1 to 16, 3.2 us for 64 (1.7 TB/s); half or a
+ * quarter of the threads with more values each: 2.6 and 2.8 us for 1, 3.5 and 4.4 us for 64. norm_act of 1,536: 1.4 to
+ * 1.6 us. SiLU of 18,432: 1.2 us for 1, 3.4 us for 64 (2.1 TB/s).
  *
  * Dimensions that are no multiple of 8, rows that are not 16-byte aligned, and dimensions above 32,768 take a plain
  * loop over memory (no model here has any).

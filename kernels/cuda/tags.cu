@@ -3,8 +3,9 @@
  * check_tags: one block a sequence compares the tag that each of its pages must have with the table. The step's new
  * tags reach the table in the same launch, by blocks of their own; no block reads an entry that changes: it takes the
  * new tag from the step. So there is no order between blocks. The first wrong page is a minimum over the block: the
- * same whatever the threads do. 16 bytes a page, of which 8 come over PCIe: at batch 64 and 8k tokens 128 KiB, some 3
- * us.
+ * same whatever the threads do. 16 bytes a page, of which 8 come over PCIe: at batch 64 and 8k tokens 128 KiB. On an
+ * H200 an empty step takes 10 us longer with the check at 64 x 1k or 8k tokens, 17 us at 64 x 32k, branch and join
+ * included; in a model it runs beside the first layer's products.
  */
 #include "kernels/cuda/own.cuh"
 

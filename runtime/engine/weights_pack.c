@@ -32,6 +32,7 @@ struct load {
     atomic_int code; /* the first failure's */
     const struct dn_weights_conf *conf;
     uint64_t total_bytes;
+    bool no_files; /* a synthetic model's few pages stay where they are */
     float e4m3[256];
 };
 
@@ -287,8 +288,10 @@ static int pack_chunk(struct load *load, const struct task *task, uint8_t *scrat
 /* ---- The files' pages -------------------------------------------------------------------------------------------- */
 
 /* Advice on the whole pages within (or around) some bytes of a mapped file. Advice that fails changes nothing. */
-static void advise(const uint8_t *data, uint64_t bytes, int advice, bool around)
+static void advise(const struct load *load, const uint8_t *data, uint64_t bytes, int advice, bool around)
 {
+    if (load->no_files)
+        return;
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)data, end = begin + bytes;
     begin = around ? begin / page * page : (begin + page - 1) / page * page;
     end = around ? (end + page - 1) / page * page : end / page * page;
@@ -297,10 +300,11 @@ static void advise(const uint8_t *data, uint64_t bytes, int advice, bool around)
 }
 
 /* Rows of a tensor; returns their bytes. */
-static uint64_t advise_rows(const struct dn_tensor *t, uint64_t n_rows, uint64_t row, uint64_t n, int advice)
+static uint64_t advise_rows(const struct load *load, const struct dn_tensor *t, uint64_t n_rows, uint64_t row,
+                            uint64_t n, int advice)
 {
     uint64_t stride = t->bytes / n_rows;
-    advise(t->data + row * stride, n * stride, advice, advice == MADV_WILLNEED);
+    advise(load, t->data + row * stride, n * stride, advice, advice == MADV_WILLNEED);
     return n * stride;
 }
 
@@ -316,9 +320,9 @@ static uint64_t advise_task(const struct load *load, const struct task *task, in
     }
     for (uint32_t at = 0; at < task->n;) {
         struct piece p = next_piece(job, &part, task->row0, at, task->n);
-        sum += advise_rows(p.from->values, p.from->n_out, p.from_row, p.n, advice);
+        sum += advise_rows(load, p.from->values, p.from->n_out, p.from_row, p.n, advice);
         if (p.from->values->type == DN_TT_I32) /* a scale for every 16 bytes; blocks of FP8 have next to none */
-            advise_rows(p.from->scale, p.from->n_out, p.from_row, p.n, advice);
+            advise_rows(load, p.from->scale, p.from->n_out, p.from_row, p.n, advice);
         at += p.n;
     }
     return sum;
@@ -386,7 +390,11 @@ static void list_tasks(struct load *load, const struct dn_weights_jobs *jobs)
 int dn_weights_pack(struct dn_weights *w, const struct dn_weights_jobs *jobs, const struct dn_weights_conf *conf,
                     struct dn_err *err)
 {
-    struct load load = {.device = w->device, .jobs = jobs, .conf = conf, .total_bytes = jobs->file_bytes};
+    struct load load = {.device = w->device,
+                        .jobs = jobs,
+                        .conf = conf,
+                        .total_bytes = jobs->file_bytes,
+                        .no_files = w->model->synthetic != NULL};
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     unsigned n_threads = conf->n_threads ? conf->n_threads : cores > 0 ? (unsigned)cores : 1;
     pthread_t thread[MAX_THREADS];

@@ -50,7 +50,7 @@ struct bench {
     uint32_t batch, context;
     uint64_t random;
     unsigned n_threads;
-    uint8_t *noise;        /* NOISE bytes on the host: finite as bf16, e4m3 and f32 */
+    uint8_t *noise;        /* NOISE bytes on the host: finite as bf16, e4m3 and (positive) f32 */
     void *in, *out, *more; /* device, IO_BYTES a token of the largest batch, noise */
     void (*call)(struct bench *b, uint32_t copy);
     uint32_t n_copies, n_calls; /* of the step being prepared or run */
@@ -778,7 +778,7 @@ static int open_all(struct bench *b, const struct options *o, struct plan *p, st
     b->read_rate = b->ops->read_rate(b->d, gpu >= 0 ? (size_t)4 << 30 : (size_t)256 << 20);
     b->noise = dn_alloc(NOISE);
     for (size_t i = 0; i < NOISE; i += 4) {
-        uint32_t x = ((uint32_t)dn_bench_random(&b->random) & 0x83bf83bfu) | 0x3c003c00u;
+        uint32_t x = ((uint32_t)dn_bench_random(&b->random) & 0x03bf83bfu) | 0x3c003c00u;
         memcpy(b->noise + i, &x, 4);
     }
     void **io[] = {&b->in, &b->out, &b->more};

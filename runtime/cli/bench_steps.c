@@ -240,14 +240,15 @@ static int choose_arena(struct plan *p, struct dn_err *err)
     return 0;
 }
 
-/* Words of which each half is a finite bf16 of order 1, each byte a finite e4m3, and the whole a finite f32. */
+/* Words of which each half is a finite bf16 of order 1, each byte a finite e4m3, and the whole a
+ * positive f32, as scales are. */
 static void fill_arena(struct plan *p)
 {
     enum { PIECE = 8 << 20 };
     uint32_t *noise = dn_alloc(PIECE);
     for (size_t i = 0; i < PIECE / sizeof *noise; i++) {
         uint32_t x = (uint32_t)dn_bench_random(&p->random);
-        noise[i] = (x & 0x83bf83bfu) | 0x3c003c00u;
+        noise[i] = (x & 0x03bf83bfu) | 0x3c003c00u;
     }
     uint64_t bytes = (uint64_t)p->r->n_slabs * p->r->layout.slab_bytes;
     for (uint64_t at = 0; at < bytes; at += PIECE)

@@ -148,6 +148,7 @@ struct dn_sampled {
 struct dn_step_limits {
     uint32_t tokens, seqs, rows, pages; /* pages: of all sequences of a step together */
     uint32_t tags;                      /* changed tags that travel with a step */
+    uint32_t seq_pages;                 /* of one sequence; 0: as many as all together */
 };
 
 enum dn_step_kind {
@@ -439,7 +440,7 @@ int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **ou
 /* Backends in shared libraries. The library exports this struct under the name "dn_backend"; the number must be the
  * program's own, since every struct above is shared by layout. A loaded library stays loaded: device code may have
  * threads of its own. */
-enum { DN_KERNELS_ABI = 3 };
+enum { DN_KERNELS_ABI = 4 };
 struct dn_backend {
     uint32_t abi;         /* DN_KERNELS_ABI */
     const char *name;     /* "cuda" */

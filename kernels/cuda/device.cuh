@@ -55,7 +55,7 @@ struct dn_cuda {
     /* The step that operations are being called for. */
     enum dn_step_kind kind;
     uint32_t n_tokens, n_seqs, n_rows; /* what grids are made for; >= the counts in device memory */
-    uint32_t max_pages; /* of one sequence: prefill grids over contexts; a bound, in decode the limit's */
+    uint32_t max_pages; /* of one sequence: a bound, in decode steps the limit's */
     struct dn_cuda_step step;
     bool measuring; /* prepare() wants sizes: dn_cuda_workspace() notes, dn_launch() does nothing */
     bool failed;    /* dn_cuda_failed() was called: dn_launch() does nothing */

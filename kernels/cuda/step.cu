@@ -274,10 +274,16 @@ static void set_sizes(struct dn_cuda *c, enum dn_step_kind kind, uint32_t tokens
     c->step = kind == DN_STEP_DECODE ? c->own->decode : c->own->prefill;
 }
 
-static void decode_sizes(struct dn_cuda *c, uint32_t bucket)
+/* Most pages of one sequence. */
+static uint32_t seq_pages(const struct dn_cuda *c)
 {
     const struct dn_step_limits *l = &c->conf.limits;
-    set_sizes(c, DN_STEP_DECODE, bucket, bucket, min_u32(bucket, l->rows), l->pages);
+    return l->seq_pages ? min_u32(l->seq_pages, l->pages) : l->pages;
+}
+
+static void decode_sizes(struct dn_cuda *c, uint32_t bucket)
+{
+    set_sizes(c, DN_STEP_DECODE, bucket, bucket, min_u32(bucket, c->conf.limits.rows), seq_pages(c));
 }
 
 /* While it prepares, the caller sees the pass's kind and counts, and calls the operations of such a step. */
@@ -335,7 +341,7 @@ int dn_cuda_prepare(struct dn_device *d, uint32_t list, struct dn_err *err)
         drop_graphs(current);
         current->ready = current->uses_pages = false;
         own->measured_bytes = 0;
-        set_sizes(c, DN_STEP_PREFILL, l->tokens, min_u32(l->seqs, l->tokens), l->rows, l->pages);
+        set_sizes(c, DN_STEP_PREFILL, l->tokens, min_u32(l->seqs, l->tokens), l->rows, seq_pages(c));
         return show_sizes(c);
     }
     if (pass == 1) {
@@ -370,6 +376,7 @@ static void check_seq(const struct dn_cuda *c, uint32_t q)
     int32_t begin = s->token_start[q], end = s->token_start[q + 1];
     DN_BUG_ON(begin < 0 || end <= begin || (uint32_t)end > s->n_tokens);
     DN_BUG_ON(s->page_start[q + 1] < s->page_start[q] || (uint32_t)s->page_start[q + 1] > c->conf.limits.pages);
+    DN_BUG_ON((uint32_t)(s->page_start[q + 1] - s->page_start[q]) > seq_pages(c));
     DN_BUG_ON(s->kv_format[q] >= DN_KV_FORMATS);
     DN_BUG_ON(s->slot[q] >= 0 && (uint32_t)s->slot[q] >= c->conf.n_slots);
     DN_BUG_ON(s->kv_len[q] < end - begin);

@@ -80,7 +80,8 @@ static int choose_kv(struct dn_pool *p, const struct dn_step_limits *limits, str
 /* What a step may hold; device and runner are opened with the same. */
 static int choose_limits(const struct dn_pool_conf *c, struct dn_step_limits *out, struct dn_err *err)
 {
-    uint64_t pages = (uint64_t)c->max_sequences * ((c->context_tokens + c->page_tokens - 1) / c->page_tokens);
+    uint32_t seq_pages = (c->context_tokens + c->page_tokens - 1) / c->page_tokens;
+    uint64_t pages = (uint64_t)c->max_sequences * seq_pages;
     if (pages > UINT32_MAX / 2)
         return dn_err_set(err, DN_CONFIG, "max_sequences %u x context %u: page tables of %llu entries are too large",
                           c->max_sequences, c->context_tokens, (unsigned long long)pages);
@@ -88,7 +89,8 @@ static int choose_limits(const struct dn_pool_conf *c, struct dn_step_limits *ou
                                    .seqs = c->max_sequences,
                                    .rows = c->max_sequences + c->echo_rows,
                                    .pages = (uint32_t)pages,
-                                   .tags = STEP_TAGS};
+                                   .tags = STEP_TAGS,
+                                   .seq_pages = seq_pages};
     return 0;
 }
 

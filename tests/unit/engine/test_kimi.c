@@ -323,7 +323,7 @@ static void prefill_published(struct fixture *f, struct sequence *q, const json_
         last = now - 1;
         json_object_foreach(json_object_get(prompt, "positions"), key, row)
         {
-            uint32_t p = (uint32_t)atoi(key);
+            uint32_t p = (uint32_t)strtoul(key, NULL, 10);
             if (p >= at && p < at + now)
                 compare_top(f, p - at, row, e);
         }

@@ -47,7 +47,6 @@ struct gqa_args {
     struct dn_cuda_step step;
     uint32_t n_stages;
     /* Decode: */
-    uint32_t split_pages; /* fewest of a split */
     uint32_t *counters;
     float *partial;
 };

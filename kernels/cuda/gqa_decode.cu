@@ -3,10 +3,10 @@
  * Maths: S = scale * Q K^T for the (up to 16) query heads of a KV head, P = exp(S - max), O = P V / sum(P).
  *
  * Work: an item is (sequence, KV head, split). The length of a split follows from the sequence's own length alone
- * (about 128 items for one sequence, 8 pages at least, none for 16 pages or fewer), so the bits of a row do too. Block
- * i takes items i, i + blocks, ...: a sequence's items are equal and about as many as blocks, so that is fair. (Tickets
- * were not: items are prepared ahead, and who had taken the last ones still had three to do.) The last block to finish
- * a split of a (sequence, KV head) merges them all, in order, when it has no more items.
+ * (about 128 items for one sequence, 12 pages at least, no splits for 16 pages or fewer), so the bits of a row do too.
+ * Block i takes items i, i + blocks, ...: a sequence's items are equal and about as many as blocks, so that is fair.
+ * (Tickets were not: items are prepared ahead, and who had taken the last ones still had three to do.) The last block
+ * to finish a split of a (sequence, KV head) merges them all, in order, when it has no more items.
  *
  * Warps: 0..7 compute, 8 loads, 9 finds items and prepares their queries, 10 and 11 finish. A stage of the ring holds a
  * page's block of one KV head in BF16, two pages in FP8. A computing warp takes 32 tokens of a stage with a softmax of
@@ -30,7 +30,8 @@
 enum { FINISH_WARPS = 2, FINISH_THREADS = 32 * FINISH_WARPS, THREADS = 32 * (GQA_WARPS + 2 + FINISH_WARPS) };
 enum { PENDING = 64 /* merges that are left to the end of a block */ };
 enum { SLOTS = 3 /* items between the warps */, GROUPS = 6 /* of computing warps: 4 in BF16, 2 in FP8 */ };
-enum { SPLIT_PAGES = 8 /* fewest in a split, for heads of 128 */, MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
+enum { SPLIT_PAGES = 12 /* fewest in a split, heads of 64: 16 */, WHOLE_PAGES = 16 /* not split, heads of 64: 32 */ };
+enum { MAX_SPLITS = 64, SPLIT_ITEMS = 128 };
 
 struct item {
     int32_t seq, kv_head, head, n_heads; /* seq < 0: no more */
@@ -61,14 +62,12 @@ template <int D> struct alignas(1024) shared {
 };
 
 /* Pages of a split for a sequence of n pages: few pages are not worth a merge. */
-static __host__ __device__ __forceinline__ uint32_t split_pages(uint32_t n, uint32_t items_per_split, uint32_t fewest)
+template <int D> static __device__ __forceinline__ uint32_t split_pages(uint32_t n, uint32_t items_per_split)
 {
-    if (n <= 2 * fewest)
-        return 2 * fewest;
+    if (n <= WHOLE_PAGES * (128 / D))
+        return WHOLE_PAGES * (128 / D);
     uint32_t pages = (n * items_per_split + SPLIT_ITEMS - 1) / SPLIT_ITEMS;
-    uint32_t least = (n + MAX_SPLITS - 1) / MAX_SPLITS;
-    pages = pages < least ? least : pages;
-    pages = pages < fewest ? fewest : pages;
+    pages = max(max(pages, (n + MAX_SPLITS - 1) / MAX_SPLITS), D == 64 ? 16u : (uint32_t)SPLIT_PAGES);
     return (pages + 1) & ~1u;
 }
 
@@ -79,11 +78,11 @@ static __device__ __forceinline__ uint32_t sequence_pages(const gqa_args &a, uin
 }
 
 /* first[s] = number of items before sequence s. All threads call. */
-static __device__ void count_items(const gqa_args &a, uint32_t n_seqs, uint32_t *first)
+template <int D> static __device__ void count_items(const gqa_args &a, uint32_t n_seqs, uint32_t *first)
 {
     uint32_t per_split = a.n_kv_heads * a.head_blocks;
     for (uint32_t s = threadIdx.x; s < n_seqs; s += THREADS) {
-        uint32_t n = sequence_pages(a, s), pages = split_pages(n, per_split, a.split_pages);
+        uint32_t n = sequence_pages(a, s), pages = split_pages<D>(n, per_split);
         first[s + 1] = (n ? (n + pages - 1) / pages : 1) * per_split;
     }
     if (threadIdx.x == 0)
@@ -106,6 +105,7 @@ static __device__ void count_items(const gqa_args &a, uint32_t n_seqs, uint32_t 
     __syncthreads();
 }
 
+template <int D>
 static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, const uint32_t *first, uint32_t index)
 {
     uint32_t lo = 0, hi = n_seqs; /* first[lo] <= index < first[hi] */
@@ -117,7 +117,7 @@ static __device__ struct item find_item(const gqa_args &a, uint32_t n_seqs, cons
             hi = mid;
     }
     uint32_t per_split = a.n_kv_heads * a.head_blocks, local = index - first[lo];
-    uint32_t n = sequence_pages(a, lo), pages = split_pages(n, per_split, a.split_pages), part = local % per_split;
+    uint32_t n = sequence_pages(a, lo), pages = split_pages<D>(n, per_split), part = local % per_split;
     uint32_t block = part % a.head_blocks;
     struct item it;
     it.seq = (int32_t)lo;
@@ -196,7 +196,7 @@ static __device__ __forceinline__ void find(const gqa_args &a, shared<D> &sh, co
             if (lane == 0)
                 sh.item[slot.stage].seq = -1;
         } else {
-            struct item it = find_item(a, n_seqs, first, index);
+            struct item it = find_item<D>(a, n_seqs, first, index);
             put_queries<D>(a, sh, it, slot.stage, lane);
             if (lane == 0)
                 sh.item[slot.stage] = it;
@@ -244,7 +244,7 @@ static __device__ __forceinline__ void load(const gqa_args &a, shared<D> &sh, co
     uint32_t next_ids = 0;
     struct item next;
     if (early) {
-        next = find_item(a, n_seqs, first, blockIdx.x);
+        next = find_item<D>(a, n_seqs, first, blockIdx.x);
         next_ids = page_ids(a, next, 0, lane);
     } else {
         next = next_item(a, sh, slot, &next_ids, lane);
@@ -614,7 +614,7 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode
     /* The step's arrays were there before its first kernel, and bad[] before the first that touches pages: both ended
      * before this kernel could start. */
     const uint32_t n_seqs = a.step.count[DN_COUNT_SEQS];
-    count_items(a, n_seqs, first); /* and makes the barriers visible */
+    count_items<D>(a, n_seqs, first); /* and makes the barriers visible */
     dn_start_next();
     if (warp < GQA_WARPS) {
         gqa_registers_up<216>();
@@ -650,12 +650,12 @@ bool dn_gqa_decode(struct dn_cuda *c, const struct dn_attention *p, struct gqa_a
     uint32_t per_split = a.n_kv_heads * a.head_blocks;
     if ((uint64_t)c->n_seqs * per_split > DN_CUDA_COUNTERS)
         return false;
-    a.split_pages = p->head_dim == 128 ? SPLIT_PAGES : 2 * SPLIT_PAGES;
     /* A sequence of n pages has at most n / split_pages + 1 splits, 128 / per_split + 1, and 64. */
-    uint64_t by_pages = (uint64_t)c->conf.limits.pages / a.split_pages + c->n_seqs;
+    uint64_t by_pages = (uint64_t)c->conf.limits.pages / SPLIT_PAGES + c->n_seqs;
     uint64_t most = SPLIT_ITEMS / per_split + 1;
-    most = most < MAX_SPLITS ? most : MAX_SPLITS;
-    uint64_t splits = c->n_seqs * most < by_pages ? c->n_seqs * most : by_pages;
+    most = most < MAX_SPLITS ? most : (uint64_t)MAX_SPLITS;
+    uint64_t splits = c->n_seqs * most;
+    splits = splits < by_pages ? splits : by_pages;
     uint32_t heads = a.group < GQA_ROWS ? a.group : (uint32_t)GQA_ROWS;
     size_t bytes = (size_t)splits * per_split * heads * (p->head_dim + 4) * sizeof(float);
     a.counters = c->counters;

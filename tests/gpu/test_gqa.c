@@ -803,6 +803,20 @@ static void bench_open(struct bench *b)
 
 enum { MIXED = 2 };
 
+/* The least time of 25 steps after 3: the GPU may be shared with other tests. */
+static double bench_time(struct bench *b, uint32_t list, void (*ops)(struct gpu *, void *))
+{
+    double least = INFINITY;
+    for (int i = 0; i < 28; i++) {
+        uint64_t t = dn_now_ns();
+        gpu_step(&b->g, list, ops, b);
+        double us = (double)(dn_now_ns() - t) / 1000;
+        if (i >= 3 && us < least)
+            least = us;
+    }
+    return least;
+}
+
 /* n sequences of ctx tokens; each step's last `tokens` of each. Returns the bytes of K and V that an operation reads.
  */
 static double bench_step(struct bench *b, struct shape shape, enum dn_step_kind kind, uint32_t n, uint32_t ctx,
@@ -850,7 +864,7 @@ static void bench_decode(struct bench *b, struct shape shape, uint32_t n, uint32
         b->reps = bytes > 5e8 ? 4 : bytes > 5e7 ? 12 : 32;
         gpu_prepare(&b->g, 1, op_bench, b);
         bench_step(b, shape, DN_STEP_DECODE, n, ctx, 1, f);
-        double nothing = gpu_time(&b->g, 2, op_nothing, b), all = gpu_time(&b->g, 1, op_bench, b);
+        double nothing = bench_time(b, 2, op_nothing), all = bench_time(b, 1, op_bench);
         double us = (all - nothing) / b->reps;
         printf("BENCH attention %u/%u d%u B%u ctx %u %s %.1f us %.2f TB/s %.0f %% of 4.65 TB/s\n", shape.n_heads,
                shape.n_kv, shape.dim, n, ctx, name[f], us, bytes / us / 1e6, bytes / us / 4.65e6 * 100);
@@ -886,7 +900,7 @@ Test(gqa, bench_prefill)
                 bench_step(b, shape[i], DN_STEP_PREFILL, 1, ctx, 2048, f);
                 b->reps = 4;
                 double flop = 4.0 * shape[i].n_heads * shape[i].dim * 2048 * (ctx - 1023.5);
-                double us = (gpu_time(&b->g, 7, op_bench, b) - gpu_time(&b->g, 7, op_nothing, b)) / b->reps;
+                double us = (bench_time(b, 7, op_bench) - bench_time(b, 7, op_nothing)) / b->reps;
                 printf("BENCH attention prefill %u/%u d%u 2048 x ctx %u %s %.1f us %.0f TFLOP/s\n", shape[i].n_heads,
                        shape[i].n_kv, shape[i].dim, ctx, f ? "fp8" : "bf16", us, flop / us / 1e6);
                 fflush(stdout);

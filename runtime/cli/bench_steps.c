@@ -25,9 +25,12 @@ static const char usage[] =
     "sequence, behind `context` tokens whose keys and values are made up. prefill: a prompt of `context` tokens in\n"
     "chunks. --synthetic makes random weights after a config.json (int4: experts alone, as Kimi K2).\n"
     "\n"
-    "STEP: microseconds of a step (prefill: of a prompt), median and the 10th and 90th of 100; GB: what a decode step\n"
-    "must read (weights, experts as often as evenly distributed tokens choose them, keys and values); FLOOR: how long\n"
-    "that takes at the rate at which memory can be read; HOST: filling the arrays and starting the step.\n";
+    "STEP: microseconds of a step (prefill: of a prompt), median and the 10th and 90th of 100; EXPERTS: how many the "
+    "last\n"
+    "layer chose; GB: what a decode step must read (weights, of experts this part, keys and values); FLOOR: how long "
+    "that\n"
+    "takes at the rate at which memory can be read; FILL, START: the host's part, filling arrays and starting the "
+    "step.\n";
 
 enum { MAX_ROWS = 512, MAX_ROUNDS = 50, MAX_STEPS = 64, MAX_BATCH = 512 };
 
@@ -44,9 +47,13 @@ struct row {
     bool check;
     uint32_t batch, context;
     uint32_t *page; /* [batch][pages of a sequence] */
-    double *us, *host_us;
+    uint64_t *tag;
+    struct sample {
+        double us, fill_us, start_us;
+    } * sample;
     size_t n;
     bool warm;
+    double experts; /* that the last layer chose in a step */
 };
 
 struct plan {
@@ -69,7 +76,6 @@ struct plan {
     struct dn_runner *r;
     struct dn_kv_layout layout;
     uint32_t first_slab[DN_KV_FORMATS];
-    uint64_t *tag; /* [pages of the arena] */
     struct dn_step_limits limits;
     uint64_t arena_bytes;
     uint64_t random;
@@ -240,24 +246,50 @@ static int choose_arena(struct plan *p, struct dn_err *err)
     return 0;
 }
 
-/* Words of which each half is a finite bf16 of order 1, each byte a finite e4m3, and the whole a
- * positive f32, as scales are. */
+/* A slab of one format: words of which each half is a finite bf16 of order 1 and each byte a finite e4m3; where a layer
+ * of FP8 has scales, the whole is a positive f32. */
+static void make_slab(struct plan *p, int f, uint32_t *slab)
+{
+    const struct dn_kv_layout *l = &p->layout;
+    for (size_t i = 0; i < l->slab_bytes / sizeof *slab; i++)
+        slab[i] = ((uint32_t)dn_bench_random(&p->random) & 0x83bf83bfu) | 0x3c003c00u;
+    if (f != DN_KV_FP8)
+        return;
+    for (uint32_t page = 0; page < l->format[f].pages_per_slab; page++)
+        for (uint32_t layer = 0; layer < l->n_layers; layer++) {
+            uint32_t *at =
+                slab + ((size_t)page * l->format[f].page_bytes + (size_t)layer * l->format[f].layer_bytes) / 4;
+            for (uint32_t i = l->format[f].k_scale_offset / 4; i < l->format[f].layer_bytes / 4; i++)
+                at[i] &= 0x7fffffffu;
+        }
+}
+
+/* Signs matter: values that are positive on average would make all sequences alike, and their experts the same. */
 static void fill_arena(struct plan *p)
 {
-    enum { PIECE = 8 << 20 };
-    uint32_t *noise = dn_alloc(PIECE);
-    for (size_t i = 0; i < PIECE / sizeof *noise; i++) {
-        uint32_t x = (uint32_t)dn_bench_random(&p->random);
-        noise[i] = (x & 0x03bf83bfu) | 0x3c003c00u;
+    uint32_t *slab = dn_alloc0(p->layout.slab_bytes / sizeof *slab, sizeof *slab);
+    for (int f = 0; f < DN_KV_FORMATS; f++) {
+        uint32_t end = f + 1 < DN_KV_FORMATS ? p->first_slab[f + 1] : p->r->n_slabs;
+        if (p->first_slab[f] < end)
+            make_slab(p, f, slab);
+        for (uint32_t i = p->first_slab[f]; i < end; i++)
+            p->device->ops->upload(p->device, (char *)p->r->arena + i * p->layout.slab_bytes, slab,
+                                   (size_t)p->layout.slab_bytes);
     }
-    uint64_t bytes = (uint64_t)p->r->n_slabs * p->r->layout.slab_bytes;
-    for (uint64_t at = 0; at < bytes; at += PIECE)
-        p->device->ops->upload(p->device, (char *)p->r->arena + at, noise, bytes - at < PIECE ? bytes - at : PIECE);
-    free(noise);
-    p->tag = dn_alloc0(p->r->n_pages, sizeof *p->tag);
+    free(slab);
+    uint64_t *tag = dn_alloc0(p->r->n_pages, sizeof *tag);
     for (uint32_t i = 0; i < p->r->n_pages; i++)
-        p->tag[i] = dn_bench_random(&p->random);
-    dn_runner_set_tags(p->r, 0, p->r->n_pages, p->tag);
+        tag[i] = dn_bench_random(&p->random);
+    dn_runner_set_tags(p->r, 0, p->r->n_pages, tag);
+    for (size_t i = 0; i < p->n_rows; i++) {
+        struct row *row = &p->row[i];
+        size_t n = (size_t)seq_pages(p, row) * row->batch;
+        make_pages(p, row);
+        row->tag = dn_alloc0(n, sizeof *row->tag);
+        for (size_t k = 0; k < n; k++)
+            row->tag[k] = tag[row->page[k]];
+    }
+    free(tag);
 }
 
 static int open_device(struct plan *p, const struct options *o, struct dn_err *err)
@@ -313,8 +345,6 @@ static int open_runner(struct plan *p, const struct options *o, const char *weig
     if ((code = dn_runner_open(p->device, p->w, &rc, &p->r, err)) != 0)
         return code;
     fill_arena(p);
-    for (size_t i = 0; i < p->n_rows; i++)
-        make_pages(p, &p->row[i]);
     return 0;
 }
 
@@ -323,21 +353,23 @@ static void close_runner(struct plan *p)
     for (size_t i = 0; i < p->n_rows; i++) {
         struct row *row = &p->row[i];
         free(row->page);
+        free(row->tag);
         row->page = NULL;
+        row->tag = NULL;
         row->n = 0;
         row->warm = false;
+        if (row->sample)
+            memset(row->sample, 0, p->rounds * MAX_STEPS * sizeof *row->sample);
     }
     dn_runner_close(p->r);
     dn_weights_close(p->w);
     if (p->device)
         p->device->ops->close(p->device);
     dn_model_close(p->model);
-    free(p->tag);
     p->r = NULL;
     p->w = NULL;
     p->device = NULL;
     p->model = NULL;
-    p->tag = NULL;
 }
 
 /* ---- Steps ---- */
@@ -346,16 +378,15 @@ static void add_seq(struct plan *p, const struct row *row, uint32_t q, uint32_t 
 {
     struct dn_step *s = dn_runner_arrays(p->r);
     uint32_t pages = (kv_len + p->layout.page_tokens - 1) / p->layout.page_tokens, at = (uint32_t)s->page_start[q];
-    const uint32_t *page = row->page + (size_t)q * seq_pages(p, row);
+    size_t own = (size_t)q * seq_pages(p, row);
     for (uint32_t i = 0; i < n; i++) {
         s->token_id[first + i] = (int32_t)(dn_bench_random(&p->random) % p->model->hyper.n_vocab);
         s->position[first + i] = (int32_t)(kv_len - n + i);
         s->token_seq[first + i] = (int32_t)q;
         s->token_count[first + i] = 0;
     }
-    memcpy(s->page + at, page, pages * sizeof *page);
-    for (uint32_t i = 0; i < pages; i++)
-        s->tag[at + i] = p->tag[page[i]];
+    memcpy(s->page + at, row->page + own, pages * sizeof *row->page);
+    memcpy(s->tag + at, row->tag + own, pages * sizeof *row->tag);
     s->page_start[q + 1] = (int32_t)(at + pages);
     s->token_start[q + 1] = (int32_t)(first + n);
     s->kv_len[q] = (int32_t)kv_len;
@@ -372,9 +403,9 @@ static void add_row(struct dn_step *s, uint32_t token, uint64_t seed)
         .temperature = 1, .top_p = 0.95f, .repetition = 1, .slot = -1, .target = -1, .n_top = -1, .seed = seed};
 }
 
-/* Fills the arrays for [done, done + n) of every sequence, runs the step; adds to *host_us what went before the wait.
+/* Fills the arrays for [done, done + n) of every sequence, runs the step; adds to *t.
  */
-static int run_step(struct plan *p, const struct row *row, uint32_t done, uint32_t n, double *host_us,
+static int run_step(struct plan *p, const struct row *row, uint32_t done, uint32_t n, struct sample *t,
                     struct dn_err *err)
 {
     uint64_t start = dn_now_ns();
@@ -389,9 +420,13 @@ static int run_step(struct plan *p, const struct row *row, uint32_t done, uint32
         if (done + n == row->context)
             add_row(s, q * n + n - 1, q);
     }
+    uint64_t filled = dn_now_ns();
     dn_runner_start(p->r);
-    *host_us += (double)(dn_now_ns() - start) * 1e-3;
+    uint64_t started = dn_now_ns();
     int code = dn_runner_wait(p->r, err);
+    t->us += (double)(dn_now_ns() - start) * 1e-3;
+    t->fill_us += (double)(filled - start) * 1e-3;
+    t->start_us += (double)(started - filled) * 1e-3;
     for (uint32_t q = 0; q < row->batch && code == 0; q++)
         if (s->bad[q] || (q < s->n_rows && s->result[q].id < 0))
             code = dn_err_set(err, DN_INTERNAL, "sequence %u of %u: %s", q, row->batch,
@@ -400,46 +435,60 @@ static int run_step(struct plan *p, const struct row *row, uint32_t done, uint32
 }
 
 /* A decode step, or the prefill of a prompt. */
-static int run_once(struct plan *p, const struct row *row, double *host_us, struct dn_err *err)
+static int run_once(struct plan *p, const struct row *row, struct sample *t, struct dn_err *err)
 {
     if (!p->prefill)
-        return run_step(p, row, row->context - 1, 1, host_us, err);
+        return run_step(p, row, row->context - 1, 1, t, err);
     int code = 0;
     for (uint32_t done = 0; done < row->context && code == 0;) {
         uint32_t left = row->context - done, n = left < p->chunk ? left : (uint32_t)p->chunk;
-        code = run_step(p, row, done, n, host_us, err);
+        code = run_step(p, row, done, n, t, err);
         done += n;
     }
     return code;
 }
 
+/* How many experts the last layer has chosen. */
+static double count_experts(struct plan *p, const struct row *row)
+{
+    const struct dn_hyper *h = &p->model->hyper;
+    size_t n = (size_t)row->batch * h->top_experts;
+    bool used[DN_MODEL_MAX_EXPERTS] = {false};
+    double sum = 0;
+    if (h->n_experts == 0)
+        return NAN;
+    int32_t *expert = dn_alloc0(n, sizeof *expert);
+    p->device->ops->download(p->device, expert, p->r->expert, n * sizeof *expert);
+    for (size_t i = 0; i < n; i++)
+        used[expert[i] >= 0 && (uint32_t)expert[i] < h->n_experts ? expert[i] : 0] = true;
+    for (uint32_t e = 0; e < h->n_experts; e++)
+        sum += used[e];
+    free(expert);
+    return sum;
+}
+
 static int measure(struct plan *p, struct row *row, struct dn_err *err)
 {
-    int code = 0;
-    double ignored = 0;
-    int n_warm = p->prefill ? !row->warm : row->warm ? 1 : 3;
+    int code = 0, n_warm = p->prefill ? !row->warm : row->warm ? 1 : 3;
+    struct sample ignored = {0, 0, 0};
     for (int i = 0; i < n_warm && code == 0; i++)
         code = run_once(p, row, &ignored, err);
     row->warm = true;
-    uint64_t begin = dn_now_ns(), now = begin;
-    for (int i = 0; i < MAX_STEPS && code == 0 && (i == 0 || now - begin < p->ms * 1000000); i++) {
-        uint64_t start = dn_now_ns();
-        row->host_us[row->n] = 0;
-        code = run_once(p, row, &row->host_us[row->n], err);
-        now = dn_now_ns();
-        row->us[row->n++] = (double)(now - start) * 1e-3;
-    }
+    uint64_t begin = dn_now_ns();
+    for (int i = 0; i < MAX_STEPS && code == 0 && (i == 0 || dn_now_ns() - begin < p->ms * 1000000); i++)
+        code = run_once(p, row, &row->sample[row->n++], err);
+    if (code == 0 && !p->prefill)
+        row->experts = count_experts(p, row);
     return code;
 }
 
 /* ---- What a decode step must read ---- */
 
-static double weight_bytes(const struct plan *p, uint32_t batch)
+static double weight_bytes(const struct plan *p, const struct row *row)
 {
     const struct dn_hyper *h = &p->model->hyper;
     double sum = (double)p->w->head->bytes;
-    /* Of n tokens that choose k of E experts each, evenly: E (1 - (1 - k/E)^n) are chosen by some. */
-    double share = h->n_experts ? 1 - pow(1 - (double)h->top_experts / h->n_experts, batch) : 0;
+    double share = h->n_experts ? row->experts / h->n_experts : 0;
     for (uint32_t i = 0; i < h->n_layers; i++) {
         const struct dn_layer_weights *l = &p->w->layer[i];
         const struct dn_matrix *all[] = {&l->qkv,  &l->o,   &l->gate_up, &l->down,           &l->kv_a,       &l->q_b,
@@ -453,7 +502,7 @@ static double weight_bytes(const struct plan *p, uint32_t batch)
 
 static double step_bytes(const struct plan *p, const struct row *row)
 {
-    double sum = weight_bytes(p, row->batch);
+    double sum = weight_bytes(p, row);
     for (uint32_t q = 0; q < row->batch; q++)
         sum += (double)row->context * p->layout.n_layers *
                ((double)p->layout.format[format_of(row, q)].layer_bytes / p->layout.page_tokens);
@@ -472,15 +521,29 @@ static const struct dn_bench_column columns[] = {{"WHAT", "what", -7},
                                                  {"STEP", "step_us", 10},
                                                  {"P10", "p10_us", 10},
                                                  {"P90", "p90_us", 10},
+                                                 {"EXPERTS", "experts", 7},
                                                  {"GB", "gb_to_read", 8},
                                                  {"FLOOR", "floor_us", 10},
                                                  {"OF FLOOR %", "of_floor_percent", 10},
-                                                 {"HOST", "host_us", 8},
+                                                 {"FILL", "fill_us", 7},
+                                                 {"START", "start_us", 7},
                                                  {NULL, NULL, 0}};
+
+/* A quantile of one member of the samples. */
+static double quantile(const struct row *row, size_t member, double part)
+{
+    double *x = dn_alloc0(row->n, sizeof *x);
+    for (size_t i = 0; i < row->n; i++)
+        memcpy(&x[i], (const char *)&row->sample[i] + member, sizeof *x);
+    double q = dn_bench_quantile(x, row->n, part);
+    free(x);
+    return q;
+}
 
 static void print_row(struct plan *p, struct row *row, const char *weights, struct dn_bench_table *t)
 {
-    double step = dn_bench_quantile(row->us, row->n, 0.5), bytes = p->prefill ? NAN : step_bytes(p, row);
+    const size_t us = offsetof(struct sample, us);
+    double step = quantile(row, us, 0.5), bytes = p->prefill ? NAN : step_bytes(p, row);
     double floor_us = p->read_rate > 0 ? bytes / p->read_rate * 1e6 : NAN;
     double tokens = p->prefill ? row->context : row->batch;
     dn_bench_text(t, p->prefill ? "prefill" : "decode");
@@ -491,13 +554,15 @@ static void print_row(struct plan *p, struct row *row, const char *weights, stru
     dn_bench_number(t, 0, row->context);
     dn_bench_number(t, 1, tokens / step * 1e6);
     dn_bench_number(t, 1, step);
-    dn_bench_number(t, 1, dn_bench_quantile(row->us, row->n, 0.1));
-    dn_bench_number(t, 1, dn_bench_quantile(row->us, row->n, 0.9));
+    dn_bench_number(t, 1, quantile(row, us, 0.1));
+    dn_bench_number(t, 1, quantile(row, us, 0.9));
+    dn_bench_number(t, 0, p->prefill ? NAN : row->experts);
     dn_bench_number(t, 3, bytes * 1e-9);
     dn_bench_number(t, 1, floor_us);
     dn_bench_number(t, 1, floor_us / step * 100);
     /* The CPU computes while the step is started. */
-    dn_bench_number(t, 1, p->gpu >= 0 ? dn_bench_quantile(row->host_us, row->n, 0.5) : NAN);
+    dn_bench_number(t, 1, quantile(row, offsetof(struct sample, fill_us), 0.5));
+    dn_bench_number(t, 1, p->gpu >= 0 ? quantile(row, offsetof(struct sample, start_us), 0.5) : NAN);
 }
 
 static int run_weights(struct plan *p, const struct options *o, size_t index, struct dn_bench_table *t,
@@ -562,18 +627,14 @@ int dn_bench_steps(int argc, char **argv, bool prefill)
     struct dn_bench_table t = {0};
     p->prefill = prefill;
     int code = parse(p, &o, &args, &err);
-    for (size_t i = 0; i < p->n_rows; i++) {
-        p->row[i].us = dn_alloc0(p->rounds * MAX_STEPS, sizeof *p->row[i].us);
-        p->row[i].host_us = dn_alloc0(p->rounds * MAX_STEPS, sizeof *p->row[i].host_us);
-    }
+    for (size_t i = 0; i < p->n_rows && code == 0; i++)
+        p->row[i].sample = dn_alloc0(p->rounds * MAX_STEPS, sizeof *p->row[i].sample);
     for (size_t i = 0; i < p->weights.n && code == 0; i++)
         code = run_weights(p, &o, i, &t, &err);
     close_runner(p);
     dn_bench_table_close(&t);
-    for (size_t i = 0; i < p->n_rows; i++) {
-        free(p->row[i].us);
-        free(p->row[i].host_us);
-    }
+    for (size_t i = 0; i < p->n_rows; i++)
+        free(p->row[i].sample);
     free(p->weights.copy);
     free(p);
     if (code == 0)

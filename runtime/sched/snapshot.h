@@ -16,6 +16,7 @@ struct dn_snapshot { /* uint64_t only: copied word by word */
     uint64_t kv_bytes_total, kv_bytes_held, kv_bytes_cached, kv_bytes_quarantined;
     uint64_t pages_total, pages_free, quarantined_pages; /* pages in units of bf16 pages; free counts evictable ones */
     uint64_t steps, prompt_tokens, cached_tokens, output_tokens, preemptions;
+    uint64_t mixed_steps; /* those with sequences of more than one KV format */
     uint64_t prefix_query_tokens, prefix_hit_tokens, evictions;
     uint64_t integrity_checks, integrity_violations, integrity_refused;
     uint64_t step_ns; /* duration of the last step */

@@ -10,7 +10,7 @@ struct dn_sched_stats {
     struct dn_sched *sched;
     const char *model;
     struct dn_series *running, *waiting, *kv_usage, *kv_quarantined, *healthy;
-    struct dn_series *preemptions, *prompt_tokens, *cached_tokens, *output_tokens, *steps;
+    struct dn_series *preemptions, *prompt_tokens, *cached_tokens, *output_tokens, *steps, *mixed_steps;
     struct dn_series *prefix_queries, *prefix_hits, *evictions;
     struct dn_series *checks, *refused;
     struct dn_series *ttft, *itl, *e2e, *queue;
@@ -58,6 +58,7 @@ static void on_print(void *user)
     dn_counter_set(t->cached_tokens, n.cached_tokens);
     dn_counter_set(t->output_tokens, n.output_tokens);
     dn_counter_set(t->steps, n.steps);
+    dn_counter_set(t->mixed_steps, n.mixed_steps);
     dn_counter_set(t->prefix_queries, n.prefix_query_tokens);
     dn_counter_set(t->prefix_hits, n.prefix_hit_tokens);
     dn_counter_set(t->evictions, n.evictions);
@@ -98,6 +99,8 @@ struct dn_sched_stats *dn_sched_stats_open(struct dn_metrics *m, struct dn_sched
                                "vllm:prompt_tokens_cached_total");
     t->output_tokens = counter(t, m, "dunlin_output_tokens_total", "tokens generated", "vllm:generation_tokens_total");
     t->steps = counter(t, m, "dunlin_steps_total", "steps of the engine", NULL);
+    t->mixed_steps =
+        counter(t, m, "dunlin_mixed_kv_steps_total", "steps with sequences of more than one KV format", NULL);
     t->prefix_queries = counter(t, m, "dunlin_prefix_query_tokens_total", "tokens looked up in the prefix cache",
                                 "vllm:prefix_cache_queries_total");
     t->prefix_hits = counter(t, m, "dunlin_prefix_hit_tokens_total", "tokens found in the prefix cache",

@@ -270,6 +270,14 @@ static void device_lost(struct dn_sched *s, const struct dn_err *err)
             dn_sched_fail(s, s->running[slot], DN_NOT_READY);
 }
 
+static bool is_mixed(const struct dn_step *st)
+{
+    for (uint32_t i = 1; i < st->n_seqs; i++)
+        if (st->kv_format[i] != st->kv_format[0])
+            return true;
+    return false;
+}
+
 static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
 {
     build(s, kind);
@@ -283,6 +291,7 @@ static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
     }
     uint64_t now_ns = dn_now_ns();
     s->now.steps++;
+    s->now.mixed_steps += is_mixed(s->batch.step);
     s->now.step_ns = now_ns - start_ns;
     for (uint32_t i = 0; i < s->batch.n_seqs; i++) {
         struct dn_seq *q = s->batch.seq[i];

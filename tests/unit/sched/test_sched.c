@@ -18,6 +18,9 @@ Test(sched, an_answer_does_not_depend_on_its_neighbours_or_their_format)
         cr_assert(n->answer[i].done);
         cr_assert(same(&n->answer[i], &want[i]), "request %u", i);
     }
+    struct dn_snapshot s;
+    dn_sched_snapshot(n->sched, &s);
+    cr_assert(s.mixed_steps > 20 && s.mixed_steps <= s.steps, "they did not share steps");
     expect_no_pages_held(n);
     node_close(n);
 }
@@ -354,5 +357,6 @@ Test(sched, the_snapshot_says_what_goes_on)
     cr_assert_eq(s.running, 0);
     cr_assert_eq(s.output_tokens, 20);
     cr_assert_eq(s.integrity_checks, s.steps);
+    cr_assert_eq(s.mixed_steps, 0, "all were of one KV format");
     node_close(n);
 }

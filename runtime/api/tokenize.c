@@ -84,12 +84,13 @@ static void begin(struct dn_api_loop *loop, struct dn_http_req *req,
 static int encode(struct side *s, const json_t *root, struct dn_template_vm *vm, struct dn_tokens *out,
                   struct dn_err *err)
 {
-    json_t *messages;
+    json_t *messages, *template_kwargs;
     const char *prompt;
     size_t n;
     bool special, add_generation;
     int rc;
     if ((rc = dn_json_get_array(root, "messages", &messages, err)) != 0 ||
+        (rc = dn_json_get_object(root, "chat_template_kwargs", &template_kwargs, err)) != 0 ||
         (rc = dn_json_get_string(root, "prompt", &prompt, &n, err)) != 0 ||
         (rc = dn_json_get_bool(root, "add_special_tokens", true, &special, err)) != 0 ||
         (rc = dn_json_get_bool(root, "add_generation_prompt", true, &add_generation, err)) != 0)
@@ -100,7 +101,7 @@ static int encode(struct side *s, const json_t *root, struct dn_template_vm *vm,
         return dn_tokenizer_encode(s->node->tokenizer, prompt, n, special ? DN_TOK_ADD_AFFIX : 0, out, err);
     if (!s->node->chat_template)
         return dn_err_param(err, DN_TEMPLATE, "messages", "this model has no chat template");
-    return dn_encode_messages(s->node, vm, messages, NULL, add_generation, out, err);
+    return dn_encode_messages(s->node, vm, messages, template_kwargs, add_generation, out, err);
 }
 
 static void tokenize_work(struct dn_job *job, struct dn_template_vm *vm)

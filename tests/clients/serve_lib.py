@@ -22,6 +22,7 @@ import h2.connection
 import h2.events
 import httpx
 import openai
+import pytest
 
 SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BINARY = os.environ.get("DN_DUNLIN", os.path.join(SOURCE, "build/release/dunlin"))
@@ -49,6 +50,23 @@ def tiny_model():
     path = os.path.join(WORK, "tiny.gguf")
     done = command("tiny", path)
     assert done.returncode == 0, done.stderr
+    return path
+
+
+@functools.cache
+def mini_model(name):
+    """The folder of a trained miniature (DN_SHARED_DATA/mini); skips where it is not.
+
+    The first shard of "mini-kimi-int4" is a link to mini-kimi's, which not every copy keeps (some leave its text
+    instead): a folder of links stands in for it.
+    """
+    mini = os.path.abspath(os.path.join(SHARED_DATA, "mini"))
+    if not os.path.exists(os.path.join(mini, name, "config.json")):
+        pytest.skip(f"no {mini}/{name}")
+    path, shared = os.path.join(WORK, name), "model-00001-of-00002.safetensors"
+    os.mkdir(path)
+    for file in os.listdir(os.path.join(mini, name)):
+        os.symlink(os.path.join(mini, "mini-kimi" if file == shared else name, file), os.path.join(path, file))
     return path
 
 

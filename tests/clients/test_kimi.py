@@ -20,9 +20,11 @@ QUESTIONS = ["What is a library?", "Count from 1 to 5.", "What is a river?", "Re
 CONF = '  engine = { kv_memory = "96MiB", max_sequences = 32 },'
 TIERS = ('  policy = { expose = true, list = { { file = "' + os.path.join(SOURCE, "policies", "tiers.lua") +
          '", params = { free_tokens_per_s = 1000000, gold_tokens_per_s = 1000000 } }, { file = "FILE" } } },')
+WISHES = '  policy = { expose = true, list = { { file = "' + os.path.join(SOURCE, "policies", "wishes.lua") + '" } } },'
 WEIGHTS = """
+local formats = { bf16 = true, fp8 = true, int8 = true, int4 = true }
 local function route(req)
-  if req.user then
+  if req.user and formats[req.user] then
     return { prefill_weights = req.user, decode_weights = req.user, integrity = "tag" }
   end
 end
@@ -84,8 +86,7 @@ def _node(keys):
 
 @pytest.fixture(scope="module", name="int4")
 def _int4():
-    policy = '  policy = { expose = true, list = { { file = "' + os.path.join(SOURCE, "policies", "wishes.lua") + '" } } },'
-    with Node(conf=CONF + policy, model=mini_model("mini-kimi-int4"), name="kimi-int4") as node:
+    with Node(conf=CONF + WISHES, model=mini_model("mini-kimi-int4"), name="kimi-int4") as node:
         yield node
 
 
@@ -323,30 +324,28 @@ def test_clients_that_leave_free_their_pages_and_the_others_stay_right(node, key
 
 @pytest.mark.skipif(not os.path.exists(FAULT), reason="no library with the fault beside the program")
 def test_a_page_of_someone_else_ends_one_request_and_no_other(monkeypatch):
-    """In a batch of both formats one page table goes wrong: on the GPU, where there is one (device auto)."""
-    cuda = ENV.get("DN_CUDA_LIBRARY") or os.path.join(os.path.dirname(BINARY), "libdunlin-cuda.so")
-    with Node(conf=CONF, model=mini_model("mini-kimi"), name="kimi") as plain:
-        if re.search(r"^device .*no GPU", plain.log(), re.M):
-            cuda = None
-        elif not re.search(r"^device .*\bthreads\b", plain.log(), re.M):
-            assert os.path.exists(cuda), "it serves on a GPU through a library elsewhere: name it in DN_CUDA_LIBRARY"
-        params = dict(ignore_eos=True, max_tokens=60)
-        alone = [answer(plain, q, **params) for q in QUESTIONS]
-    if cuda:
-        monkeypatch.setitem(ENV, "DN_TEST_FAULT_IN", cuda)
+    """In a batch of both formats one page table goes wrong: on the GPU, where the node serves on one (device auto)."""
+    def asker(node, i):
+        return lambda: ask(node, QUESTIONS[i], logprobs=True, ignore_eos=True, max_tokens=60,
+                           dunlin={"kv": ("bf16", "fp8_e4m3")[i % 2]})
+
+    conf, model = CONF + WISHES, mini_model("mini-kimi")
+    with Node(conf=conf, model=model, name="kimi") as plain:
+        alone = [asker(plain, i)().json()["choices"] for i in range(len(QUESTIONS))]
+        on_gpu = not re.search(r"^device .*\bthreads?\b", plain.log(), re.M)
+    if on_gpu:
+        monkeypatch.setitem(ENV, "DN_TEST_FAULT_IN", ENV.get("DN_CUDA_LIBRARY") or
+                            os.path.join(os.path.dirname(BINARY), "libdunlin-cuda.so"))
     monkeypatch.setitem(ENV, "DN_TEST_FAULT_SEQS", str(len(QUESTIONS)))
-    with Node("--device", FAULT, conf=CONF, model=mini_model("mini-kimi"), name="kimi") as node:
-        got = together([lambda q=q: ask(node, q, logprobs=True, **params) for q in QUESTIONS])
+    with Node("--device", FAULT, conf=conf, model=model, name="kimi") as node:
+        got = together([asker(node, i) for i in range(len(QUESTIONS))])
         bad = [i for i, r in enumerate(got) if r.status_code != 200]
         assert len(bad) == 1, [r.status_code for r in got]
         is_error(got[bad[0]], 500, "kv_integrity")
-        for i, r in enumerate(got):
-            if i != bad[0]:
-                choice = r.json()["choices"][0]
-                assert (choice["message"]["content"], [t["logprob"] for t in choice["logprobs"]["content"]]) == alone[i], i
+        assert all(r.json()["choices"] == alone[i] for i, r in enumerate(got) if i != bad[0]), "the others are as if alone"
         node.wait_log(r"integrity\.violation .*kind=tag")
         metrics = node.metrics()
-        assert metrics['dunlin_integrity_violations_total{model="kimi",kind="tag"}'] == 1
-        assert metrics["dunlin_kv_quarantined_pages"] == 1
+        assert metrics["dunlin_integrity_violations_total"] == metrics["dunlin_kv_quarantined_pages"] == 1
         assert metrics["dunlin_requests_running"] == metrics["dunlin_kv_usage_ratio"] == 0
-        assert [answer(node, q, **params) for q in QUESTIONS] == alone, "and all go on"
+        assert metrics["dunlin_mixed_kv_steps_total"] > 0
+        assert [asker(node, i)().json()["choices"] for i in range(len(QUESTIONS))] == alone, "and all go on"

@@ -1,7 +1,9 @@
-# One that loses its device, for tests of the pool and the node.
-add_library(backend_lost SHARED ${CMAKE_SOURCE_DIR}/tests/fixtures/backend_lost.c)
-target_link_libraries(backend_lost PRIVATE dn_kernels)
-set_target_properties(backend_lost PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+# One that loses its device, for tests of the pool and the node, and one whose page tables go wrong.
+foreach(backend lost fault)
+  add_library(backend_${backend} SHARED ${CMAKE_SOURCE_DIR}/tests/fixtures/backend_${backend}.c)
+  target_link_libraries(backend_${backend} PRIVATE dn_kernels)
+  set_target_properties(backend_${backend} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+endforeach()
 if(TARGET pool_test_device)
   add_dependencies(pool_test_device backend_lost)
 endif()

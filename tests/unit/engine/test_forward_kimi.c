@@ -297,3 +297,30 @@ Test(forward_kimi, progress_counts_the_bytes_of_the_files)
     dn_weights_close(w);
     fixture_close(&f);
 }
+
+/* Before anything is allocated: `dunlin show` says the same. */
+Test(forward_kimi, what_does_not_fit_a_backend_is_named)
+{
+    struct kimi_kind k = KIMI_KIND[0];
+    struct fixture f;
+    struct dn_model *m;
+    struct dn_weights *w;
+    struct dn_plan plan;
+    struct dn_err err = {0};
+    struct dn_weights_conf conf = {.format = DN_WEIGHTS_AUTO};
+    k.ff = 40;
+    open_kind(&f, 0, DN_WEIGHTS_AUTO, 1);
+    const char *folder = kimi_checkpoint(&k, (struct kimi_fault){0});
+    cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+    tiny_remove(folder);
+    const char *text = "tensor \"model.layers.1.mlp.experts.0.gate_proj.weight\": 16 matrices of 80 x 128 do not fit "
+                       "backend \"cpu\" as bf16";
+    cr_expect_eq(dn_weights_open(f.device, m, &conf, &w, &err), -DN_MODEL_FILE);
+    cr_expect_str_eq(err.text, text);
+    err = (struct dn_err){0};
+    cr_expect_eq(dn_weights_plan(f.device->ops, m, DN_WEIGHTS_AUTO, &f.runner->conf.limits, 512, &plan, &err),
+                 -DN_MODEL_FILE);
+    cr_expect_str_eq(err.text, text);
+    dn_model_close(m);
+    fixture_close(&f);
+}

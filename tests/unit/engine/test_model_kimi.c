@@ -124,6 +124,31 @@ Test(model_kimi, one_projection_of_queries_and_an_untied_head)
     dn_model_close(m);
 }
 
+/* The rotary embedding has been spelt in three ways. */
+Test(model_kimi, yarn_is_read_however_it_is_spelt)
+{
+    static const char *const rope[] = {
+        KIMI_YARN,
+        "\"rope_theta\":50000.0,\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":8,"
+        "\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}",
+        "\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":50000.0,\"factor\":8.0,\"beta_fast\":32,"
+        "\"beta_slow\":1,\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}"};
+    double want[8], f[8];
+    for (size_t i = 0; i < sizeof rope / sizeof *rope; i++) {
+        struct kimi_kind k = KIMI_KIND[0];
+        struct dn_model *m = NULL;
+        struct dn_err err = {0};
+        k.rope = rope[i];
+        const char *folder = kimi_checkpoint(&k, (struct kimi_fault){0});
+        cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+        tiny_remove(folder);
+        dn_model_rope_freqs(m, i == 0 ? want : f);
+        cr_expect(i == 0 || memcmp(f, want, sizeof f) == 0, "%s", rope[i]);
+        cr_expect(m->hyper.rope_yarn && m->hyper.rope_theta == 50000 && dn_hyper_rope_magnitude(&m->hyper) == 1);
+        dn_model_close(m);
+    }
+}
+
 /* ---- What is refused --------------------------------------------------------------------------------------------- */
 
 static void refused(int kind, struct kimi_fault fault, const char *text)

@@ -292,15 +292,26 @@ static void fill_arena(struct plan *p)
     free(tag);
 }
 
+/* Twice: how long a page is, only an open device tells. */
 static int open_device(struct plan *p, const struct options *o, struct dn_err *err)
 {
-    struct dn_step_limits limits = {.tokens = p->prefill ? (uint32_t)p->chunk : 1, .seqs = 1, .rows = 1, .tags = 1};
+    struct dn_step_limits limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1, .tags = 1};
+    struct dn_device_conf dc = {.n_threads = 1, .limits = limits, .n_vocab = 1};
+    int code = dn_bench_open_device(o->device, &dc, &p->device, &p->gpu, err);
+    if (code != 0)
+        return code;
+    uint32_t page_tokens = p->device->ops->page_tokens ? p->device->ops->page_tokens : 16;
+    p->device->ops->close(p->device);
+    p->device = NULL;
     uint64_t pages = 0;
+    limits.tokens = p->prefill ? (uint32_t)p->chunk : 1;
     for (size_t i = 0; i < p->n_rows; i++) {
         const struct row *row = &p->row[i];
-        uint64_t n = (uint64_t)row->batch * ((row->context + 15) / 16);
+        uint32_t each = (row->context + page_tokens - 1) / page_tokens;
+        uint64_t n = (uint64_t)row->batch * each;
         pages = n > pages ? n : pages;
         limits.seqs = row->batch > limits.seqs ? row->batch : limits.seqs;
+        limits.seq_pages = each > limits.seq_pages ? each : limits.seq_pages;
     }
     if (pages > 1 << 24)
         return dn_err_set(err, DN_CONFIG, "%llu pages, expected at most %d", (unsigned long long)pages, 1 << 24);
@@ -308,8 +319,8 @@ static int open_device(struct plan *p, const struct options *o, struct dn_err *e
     limits.rows = limits.seqs;
     limits.tokens = limits.tokens > limits.seqs ? limits.tokens : limits.seqs;
     p->limits = limits;
-    const struct dn_device_conf dc = {
-        .n_threads = (unsigned)p->threads, .limits = limits, .n_slots = 0, .n_vocab = p->model->hyper.n_vocab};
+    dc = (struct dn_device_conf){
+        .n_threads = (unsigned)p->threads, .limits = limits, .n_vocab = p->model->hyper.n_vocab};
     return dn_bench_open_device(o->device, &dc, &p->device, &p->gpu, err);
 }
 

@@ -1,4 +1,7 @@
-/* Experts: the sort by expert, the sum over a token's experts, and the decode kernels. experts.cuh has the design. */
+/* Experts: the sort by expert, the sum over a token's experts, and the decode kernels. experts.cuh has the design.
+ *
+ * Three launches: list (6 us together with sum for one token, measured alone), the persistent kernel, sum.
+ */
 #include "kernels/cuda/experts.cuh"
 
 enum { LIST_THREADS = 1024, LIST_WARPS = LIST_THREADS / 32, SUM_THREADS = 128 };
@@ -31,7 +34,7 @@ static __device__ uint64_t list_scan(uint64_t v, uint64_t *warp_sum, uint64_t *t
  * then a sum over the chunk's warps. Experts out of range (there are none) count as the last. */
 static __global__ void __launch_bounds__(LIST_THREADS)
     experts_list_kernel(struct experts_list l, const int32_t *expert, uint32_t n_experts, uint32_t top_k, uint32_t rows,
-                        const uint32_t *count)
+                        uint32_t n_blocks, uint32_t most, const uint32_t *count)
 {
     extern __shared__ __align__(16) uint16_t in_warp[]; /* [LIST_WARPS][DN_MAX_EXPERTS] */
     __shared__ uint32_t pairs[DN_MAX_EXPERTS], cursor[DN_MAX_EXPERTS];
@@ -40,9 +43,12 @@ static __global__ void __launch_bounds__(LIST_THREADS)
     pairs[id] = 0;
     dn_wait_previous();
     dn_start_next();
-    __syncthreads();
     uint32_t n = count[DN_COUNT_TOKENS] * top_k;
-    for (uint32_t i = id; i < n; i += LIST_THREADS)
+    uint32_t e0 = id < most ? min((uint32_t)expert[id], n_experts - 1) : 0; /* on its way together with n */
+    __syncthreads();
+    if (id < n)
+        atomicAdd(&pairs[e0], 1);
+    for (uint32_t i = id + LIST_THREADS; i < n; i += LIST_THREADS)
         atomicAdd(&pairs[min((uint32_t)expert[i], n_experts - 1)], 1);
     __syncthreads();
     uint32_t mine = pairs[id], tiles = (mine + rows - 1) / rows;
@@ -55,7 +61,7 @@ static __global__ void __launch_bounds__(LIST_THREADS)
     }
     if (id == 0) {
         *l.n_tiles = (uint32_t)(total >> 32);
-        l.claim[0] = l.claim[1] = 0;
+        l.claim[0] = l.claim[1] = n_blocks; /* a block's first item has its own number */
     }
     for (uint32_t from = 0; from < n; from += LIST_THREADS) {
         uint32_t in_chunk = min(n - from, (uint32_t)LIST_THREADS), warps = (in_chunk + 31) / 32;
@@ -64,7 +70,7 @@ static __global__ void __launch_bounds__(LIST_THREADS)
         __syncthreads();
         uint32_t i = from + id, e = ~0u, rank = 0;
         if (id < in_chunk)
-            e = min((uint32_t)expert[i], n_experts - 1);
+            e = from ? min((uint32_t)expert[i], n_experts - 1) : e0;
         uint32_t same = __match_any_sync(0xffffffffu, e);
         rank = __popc(same & ((1u << lane) - 1));
         if (id < in_chunk && rank == 0)
@@ -84,6 +90,41 @@ static __global__ void __launch_bounds__(LIST_THREADS)
         }
         __syncthreads();
         cursor[id] += sum;
+    }
+}
+
+/* The same of up to 32 pairs, by one warp: nothing to wait for. Experts come in the order of their first pairs. */
+static __global__ void __launch_bounds__(32)
+    experts_list_small_kernel(struct experts_list l, const int32_t *expert, uint32_t n_experts, uint32_t top_k,
+                              uint32_t rows, uint32_t n_blocks, uint32_t most, const uint32_t *count)
+{
+    uint32_t lane = threadIdx.x;
+    dn_wait_previous();
+    dn_start_next();
+    uint32_t n = count[DN_COUNT_TOKENS] * top_k;
+    uint32_t e = lane < most ? min((uint32_t)expert[lane], n_experts - 1) : ~0u;
+    if (lane >= n)
+        e = ~0u;
+    uint32_t same = __match_any_sync(0xffffffffu, e), rank = __popc(same & ((1u << lane) - 1)), mine = __popc(same);
+    bool leader = lane < n && rank == 0;
+    uint32_t tiles = (mine + rows - 1) / rows, v = leader ? tiles << 16 | mine : 0, sum = v;
+    for (int d = 1; d < 32; d *= 2) {
+        uint32_t o = __shfl_up_sync(0xffffffffu, sum, d);
+        if (lane >= (uint32_t)d)
+            sum += o;
+    }
+    uint32_t at = sum - v, first = __shfl_sync(0xffffffffu, at & 0xffff, __ffs(same) - 1);
+    for (uint32_t i = 0; leader && i < tiles; i++) {
+        l.tile[(at >> 16) + i] = {e, first + i * rows, min(rows, mine - i * rows), tiles};
+        l.done[(at >> 16) + i] = 0;
+    }
+    if (lane < n) {
+        l.token[first + rank] = lane / top_k;
+        l.where[lane] = first + rank;
+    }
+    if (lane == 31) {
+        *l.n_tiles = sum >> 16;
+        l.claim[0] = l.claim[1] = n_blocks;
     }
 }
 
@@ -127,7 +168,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 
 void dn_cuda_experts_decode(struct dn_cuda *c, struct experts_args *p, const struct dn_weights *w)
 {
-    EXPERTS_BY_FORMAT(experts_launch, w, 4, c, p, w);
+    EXPERTS_BY_FORMAT(experts_launch, w, 2, c, p, w);
 }
 
 static size_t take(size_t *at, size_t bytes)
@@ -146,9 +187,9 @@ void dn_cuda_experts(struct dn_device *d, const struct dn_experts *q)
     p.down = dn_weights_of(q->down);
     p.dim = q->gate_up->n_in;
     p.ff = q->down->n_in;
-    uint32_t n = c->n_tokens, most = decode ? 32 : 64, n_experts = dn_weights_groups(q->gate_up);
+    uint32_t n = c->n_tokens, most = decode ? 16 : 32, n_experts = dn_weights_groups(q->gate_up);
     size_t pairs = (size_t)n * q->top_k;
-    for (p.rows = 8; p.rows < most && p.rows < n;)
+    for (p.rows = decode ? 8 : 16; p.rows < most && p.rows < n;) /* no less than the kernel's tokens at a time */
         p.rows *= 2;
     p.parts = p.ff % DN_TILE_ROWS ? 3 : 2;
     p.blocks1 = (p.ff + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
@@ -160,6 +201,7 @@ void dn_cuda_experts(struct dn_device *d, const struct dn_experts *q)
            tile = take(&bytes, tiles * sizeof(struct experts_tile)), token = take(&bytes, pairs * 4),
            where = take(&bytes, pairs * 4), h = take(&bytes, pairs * p.ff * 2),
            part = take(&bytes, pairs * p.dim * (decode ? 4 : 2));
+    p.max_tiles = (uint32_t)tiles;
     uint8_t *work = (uint8_t *)dn_cuda_workspace(c, bytes);
     p.list.n_tiles = (uint32_t *)(work + head);
     p.list.claim = p.list.n_tiles + 1;
@@ -170,8 +212,10 @@ void dn_cuda_experts(struct dn_device *d, const struct dn_experts *q)
     p.h = (__nv_bfloat16 *)(work + h);
     p.part = work + part;
 
-    dn_launch(c, "experts", experts_list_kernel, dim3(1), dim3(LIST_THREADS), LIST_WARPS * DN_MAX_EXPERTS * 2, p.list,
-              q->expert, n_experts, q->top_k, p.rows, c->step.count);
+    bool small = pairs <= 32;
+    dn_launch(c, "experts", small ? experts_list_small_kernel : experts_list_kernel, dim3(1),
+              dim3(small ? 32 : LIST_THREADS), small ? 0 : LIST_WARPS * DN_MAX_EXPERTS * 2, p.list, q->expert,
+              n_experts, q->top_k, p.rows, (uint32_t)c->n_sms, (uint32_t)pairs, c->step.count);
     bool plain = c->arch < 90 || c->shared_bytes < EXPERTS_SHARED_LEAST;
     bool same = p.gate_up.format == p.down.format && p.gate_up.symmetric == p.down.symmetric &&
                 p.gate_up.scale_is_bf16 == p.down.scale_is_bf16;

@@ -1,21 +1,20 @@
-/* Experts: the prefill kernels (tiles of up to 64 tokens; experts.cuh has the design), and plain ones for GPUs without
+/* Experts: the prefill kernels (tiles of up to 32 tokens; experts.cuh has the design), and plain ones for GPUs without
  * bulk copies or with little shared memory. Those read weights and rows straight from global memory: correct, not fast.
  */
 #include "kernels/cuda/experts.cuh"
 
 void dn_cuda_experts_prefill(struct dn_cuda *c, struct experts_args *p, const struct dn_weights *w)
 {
-    EXPERTS_BY_FORMAT(experts_launch, w, 8, c, p, w);
+    EXPERTS_BY_FORMAT(experts_launch, w, 4, c, p, w);
 }
 
 enum { PLAIN_THREADS = DN_TILE_STRIPS * 32 };
 
 /* 16 rows of two parts x 8 tokens over all k; b: this lane's token's row, NULL if there is none. */
 template <int F, bool SYM, bool SBF16>
-static __device__ void plain_product(float (&acc)[2][1][4], const struct dn_weights &w, const uint8_t *const at[2],
+static __device__ void plain_product(float (&acc)[2][4], const struct dn_weights &w, const uint8_t *const at[2],
                                      const int strip[2], const __nv_bfloat16 *b_row, int lane)
 {
-    const uint32_t ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
     for (uint32_t half = 0; half < w.n_tiles * 2; half++) {
         struct experts_raw<F> raw[2];
         for (int part = 0; part < 2; part++) {
@@ -30,20 +29,20 @@ static __device__ void plain_product(float (&acc)[2][1][4], const struct dn_weig
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            uint32_t b[1][4];
-            float sum[1][4] = {{0, 0, 0, 0}};
+            uint32_t b[4];
+            float sum[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 uint32_t k = half * 64 + g * 32 + i * 8 + lane % 4 * 2;
-                b[0][i] = b_row && k < w.n_in ? *(const uint32_t *)(b_row + k) : 0;
+                b[i] = b_row && k < w.n_in ? *(const uint32_t *)(b_row + k) : 0;
             }
-            if constexpr (F == DN_W_INT4 && !SYM) {
-                dn_mma(sum[0], ones, b[0][0], b[0][1]);
-                dn_mma(sum[0], ones, b[0][2], b[0][3]);
-            }
+            experts_sum<F, SYM>(sum, b);
 #pragma unroll
-            for (int part = 0; part < 2; part++)
-                experts_group<F, SYM, SBF16, 1>(acc[part], raw[part], g, b, sum);
+            for (int part = 0; part < 2; part++) {
+                struct experts_group group;
+                experts_convert<F, SYM, SBF16>(group, raw[part], g);
+                experts_add<F, SYM>(acc[part], group, b, sum);
+            }
         }
     }
 }
@@ -71,8 +70,10 @@ static __global__ void __launch_bounds__(PLAIN_THREADS)
             const __nv_bfloat16 *b = NULL;
             if (col < t.n)
                 b = down ? p.h + (size_t)(t.first + col) * w.n_in : p.a + (size_t)p.list.token[t.first + col] * w.n_in;
-            float acc[2][1][4] = {};
+            float acc[2][4] = {};
             plain_product<F, SYM, SBF16>(acc, w, at, strip, b, lane);
+            for (int i = 0; i < 8; i++)
+                acc[i / 4][i % 4] = experts_unscaled<F>(acc[i / 4][i % 4]);
             for (int i = 0; i < 4; i++) {
                 uint32_t row = warp * 16 + lane / 4 + i / 2 * 8, c = n0 + lane % 4 * 2 + i % 2;
                 if (c >= t.n)
@@ -80,15 +81,15 @@ static __global__ void __launch_bounds__(PLAIN_THREADS)
                 size_t to = t.first + c;
                 if (!down && block * DN_TILE_ROWS + row < p.ff)
                     p.h[to * p.ff + block * DN_TILE_ROWS + row] =
-                        __float2bfloat16_rn(__fmul_rn(experts_silu(acc[0][0][i]), acc[1][0][i]));
+                        __float2bfloat16_rn(__fmul_rn(experts_silu(acc[0][i]), acc[1][i]));
                 for (int part = 0; part < 2 && down; part++) {
                     uint32_t r = (block * 2 + part) * DN_TILE_ROWS + row;
                     if (r >= p.dim)
                         continue;
                     if (bf16_part)
-                        ((__nv_bfloat16 *)p.part)[to * p.dim + r] = __float2bfloat16_rn(acc[part][0][i]);
+                        ((__nv_bfloat16 *)p.part)[to * p.dim + r] = __float2bfloat16_rn(acc[part][i]);
                     else
-                        ((float *)p.part)[to * p.dim + r] = acc[part][0][i];
+                        ((float *)p.part)[to * p.dim + r] = acc[part][i];
                 }
             }
         }

@@ -33,6 +33,41 @@ static __device__ __forceinline__ float route_sigmoid(float x)
     return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x)));
 }
 
+/* The largest, and the lowest expert that has `value` (~0: none). Trees, since a chain of N comparisons is latency. */
+template <int N> static __device__ __forceinline__ uint32_t route_max(const uint32_t (&key)[N])
+{
+    uint32_t m[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        m[i] = key[i];
+#pragma unroll
+    for (int d = 1; d < N; d *= 2)
+#pragma unroll
+        for (int i = 0; i + d < N; i += 2 * d)
+            m[i] = max(m[i], m[i + d]);
+    return m[0];
+}
+template <int N>
+static __device__ __forceinline__ uint32_t route_find(const uint32_t (&key)[N], uint32_t value, int lane)
+{
+    uint32_t m[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        m[i] = key[i] == value ? (uint32_t)(i * 32 + lane) : ~0u;
+#pragma unroll
+    for (int d = 1; d < N; d *= 2)
+#pragma unroll
+        for (int i = 0; i + d < N; i += 2 * d)
+            m[i] = min(m[i], m[i + d]);
+    return m[0];
+}
+/* The best of the warp's keys and who has it. All 0: any. */
+template <int N> static __device__ __forceinline__ uint32_t route_best(const uint32_t (&key)[N], int lane)
+{
+    uint32_t first = __reduce_max_sync(0xffffffffu, route_max<N>(key));
+    return __reduce_min_sync(0xffffffffu, route_find<N>(key, first, lane));
+}
+
 /* The key of the sum of a group's two best choices: those of the lanes' keys whose experts lie in [from, to). */
 template <int N>
 static __device__ uint32_t route_group_key(const uint32_t (&key)[N], int lane, uint32_t from, uint32_t to)
@@ -74,15 +109,7 @@ static __device__ void route_keep_groups(uint32_t (&key)[N], int lane, uint32_t 
                 group[i] = k;
     }
     for (uint32_t n = 0; n < top_groups; n++) {
-        uint32_t best = 0, at = ~0u;
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            if (group[i] > best) {
-                best = group[i];
-                at = (uint32_t)(i * 32 + lane);
-            }
-        uint32_t first = __reduce_max_sync(0xffffffffu, best);
-        uint32_t g = __reduce_min_sync(0xffffffffu, best == first ? at : ~0u);
+        uint32_t g = route_best<N>(group, lane);
 #pragma unroll
         for (int i = 0; i < N; i++) {
             uint32_t e = (uint32_t)(i * 32 + lane);
@@ -99,26 +126,33 @@ static __device__ void route_keep_groups(uint32_t (&key)[N], int lane, uint32_t 
 }
 
 template <int N>
-static __global__ void __launch_bounds__(ROUTE_WARPS * 32) route_kernel(struct dn_route p, const uint32_t *count)
+static __global__ void __launch_bounds__(ROUTE_WARPS * 32)
+    route_kernel(struct dn_route p, uint32_t n_rows, const uint32_t *count)
 {
-    dn_wait_previous();
-    dn_start_next();
     uint32_t t = blockIdx.x * ROUTE_WARPS + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
+    float x[N], bias[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        uint32_t e = (uint32_t)(i * 32 + lane);
+        bias[i] = p.bias && e < p.n_experts ? p.bias[e] : 0.0f; /* a constant of the model */
+    }
+    dn_wait_previous();
+    dn_start_next();
+    const float *logits = p.logits + (size_t)t * p.n_experts;
+    bool there = t < n_rows; /* the grid's rows have memory, so that what counts may be loaded along with them */
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] = there && i * 32 + lane < (int)p.n_experts ? logits[i * 32 + lane] : 0;
     if (t >= count[DN_COUNT_TOKENS])
         return;
-    const float *logits = p.logits + (size_t)t * p.n_experts;
     uint32_t key[N];
     bool nan = false;
 #pragma unroll
     for (int i = 0; i < N; i++) {
         uint32_t e = (uint32_t)(i * 32 + lane);
-        key[i] = 0;
-        if (e < p.n_experts) {
-            float x = logits[e];
-            nan |= isnan(x);
-            key[i] = route_key(__fadd_rn(route_sigmoid(x), p.bias ? p.bias[e] : 0.0f));
-        }
+        nan |= isnan(x[i]);
+        key[i] = e < p.n_experts ? route_key(__fadd_rn(route_sigmoid(x[i]), bias[i])) : 0;
     }
     nan = __any_sync(0xffffffffu, nan);
     if (p.n_groups > 1 && p.top_groups < p.n_groups)
@@ -126,15 +160,7 @@ static __global__ void __launch_bounds__(ROUTE_WARPS * 32) route_kernel(struct d
 
     uint32_t mine = 0;
     for (uint32_t k = 0; k < p.top_k; k++) {
-        uint32_t best = 0, at = ~0u;
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            if (key[i] > best) {
-                best = key[i];
-                at = (uint32_t)(i * 32 + lane);
-            }
-        uint32_t first = __reduce_max_sync(0xffffffffu, best);
-        uint32_t e = __reduce_min_sync(0xffffffffu, best == first ? at : ~0u);
+        uint32_t e = route_best<N>(key, lane);
         if (lane == (int)k)
             mine = e;
 #pragma unroll
@@ -160,7 +186,7 @@ void dn_cuda_route(struct dn_device *d, const struct dn_route *p)
 {
     struct dn_cuda *c = dn_cuda(d);
     dim3 grid((c->n_tokens + ROUTE_WARPS - 1) / ROUTE_WARPS);
-#define ROUTE(n) dn_launch(c, "route", route_kernel<n>, grid, dim3(ROUTE_WARPS * 32), 0, *p, c->step.count)
+#define ROUTE(n) dn_launch(c, "route", route_kernel<n>, grid, dim3(ROUTE_WARPS * 32), 0, *p, c->n_tokens, c->step.count)
     if (p->n_experts <= 64)
         ROUTE(2);
     else if (p->n_experts <= 128)

@@ -132,7 +132,17 @@ static void check(struct gpu *g, const struct shape *s)
     o.p.weight = gpu_alloc(g, n_out * 4);
     gpu_poison(g, o.p.expert, n_out * 4);
     gpu_poison(g, o.p.weight, n_out * 4);
-    gpu_rows_step(g, s->kind, s->n);
+    if (s->kind == DN_STEP_DECODE)
+        gpu_rows_step(g, s->kind, s->n);
+    else { /* one sequence of n tokens */
+        gpu_rows_step(g, s->kind, 1);
+        g->s->n_tokens = s->n;
+        g->s->token_start[1] = g->s->kv_len[0] = (int32_t)s->n;
+        for (uint32_t i = 0; i < s->n; i++) {
+            g->s->token_id[i] = g->s->token_seq[i] = g->s->token_count[i] = 0;
+            g->s->position[i] = (int32_t)i;
+        }
+    }
     gpu_step(g, 7, route_ops, &o);
     int32_t *expert = malloc(n_out * 4);
     float *weight = malloc(n_out * 4);

@@ -1,54 +1,185 @@
 #!/bin/bash
-# Runs what carry.sh packed, on a machine with a GPU: see there. Ends with the number of parts that failed.
+# Runs what carry.sh packed, on a machine with a GPU:
+#     FOLDER/run.sh [kernels] [engine] [clients] [sanitize] [bench]      the first three if none is named
+#   kernels   each operation against float64, and faults: all programs at once
+#   engine    Kimi's graph and miniatures on the GPU, the scheduler
+#   clients   real clients against `dunlin serve` on the GPU (needs the Python that the wheels are for); DN_CLIENTS: which
+#   sanitize  memcheck, racecheck and initcheck of the kernels' tests, each as far as its time goes
+#   bench     the kernels' timings, one after the other
+# Every program has a time limit, and each of [kernels engine clients] and sanitize one in all, so that machines that
+# are lent by the minute do not run on. Ends with one table; logs in $DN_LOGS (default /tmp/dunlin-gpu, and a copy as
+# $OUT/gpu-logs.tgz). Exit status: how many failed. Without a GPU what needs one is skipped, and the table says so.
 cd "$(dirname "$0")" || exit 1
 here=$PWD
-. ./paths
-link() { [ -e "$2" ] || { mkdir -p "$(dirname "$2")" && ln -s "$1" "$2"; }; }
-link "$here/source" "$built_source"
-link "$here/bin" "$built_build"
-link "$here/data" "$(dirname "$built_data")/$(basename "$built_data")"
-cublas=$(ldconfig -p | sed -n 's/.*libcublasLt.so.13 .*=> //p' | head -1)
-[ -n "$cublas" ] || cublas=$(find /usr/local /usr/lib /opt -name libcublasLt.so.13 2>/dev/null | head -1)
-export LD_LIBRARY_PATH=$here/lib:$(dirname "$cublas"):${LD_LIBRARY_PATH:-}
-export DN_CUDA_LIBRARY=$here/bin/libdunlin-cuda.so DN_GPU_REQUIRED=1 DN_SHARED_DATA=$here/data DN_TEST_DEVICE=$here/bin/libdunlin-cuda.so
+logs=${DN_LOGS:-/tmp/dunlin-gpu}
+rm -rf "$logs" && mkdir -p "$logs" || exit 1
 [ $# -gt 0 ] || set -- kernels engine clients
-failed=0
-part() { # NAME COMMAND...
-    local name=$1 start=$SECONDS
-    shift
-    "$@" > "/tmp/dunlin-$name.log" 2>&1
-    local rc=$?
-    grep -E "SKIPPED|FAIL|wrong|Synthesis|rror:|passed|failed|ERROR SUMMARY|TABLE|RACECHECK SUMMARY" "/tmp/dunlin-$name.log" | tail -40
-    echo "[$name: exit $rc, $((SECONDS - start)) s]"
-    [ $rc -eq 0 ] || failed=$((failed + 1))
+cores=$(nproc)
+
+[ -d bin ] || tar xzf programs.tar.gz || exit 1
+export DN_CUDA_LIBRARY=$here/bin/libdunlin-cuda.so DN_SHARED_DATA=$here/data DN_TEST_DATA=$here/data \
+  DN_TEST_FIXTURES=$here/source/tests/fixtures
+libraries=$here/lib
+cublas=$(ldconfig -p 2>/dev/null | sed -n 's/.*libcublasLt.so.13 .*=> //p' | head -n 1)
+[ -n "$cublas" ] || cublas=$(find /usr/local /usr/lib /opt -name libcublasLt.so.13 2>/dev/null | head -n 1)
+[ -z "$cublas" ] || libraries=$libraries:$(dirname "$cublas")
+[ -z "${LD_LIBRARY_PATH:-}" ] || libraries=$libraries:$LD_LIBRARY_PATH
+
+gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.free --format=csv,noheader 2>/dev/null | head -n 1)
+if [ -n "$gpu" ]; then export DN_GPU_REQUIRED=1; else unset DN_GPU_REQUIRED; fi
+echo "${gpu:-no GPU: what needs one is skipped}; $cores cores; cuBLASLt ${cublas:-not found}"
+
+# ---- jobs: in the background, as many as `width`, until `deadline` -----------------------------------------------------
+
+width=1 deadline=0
+
+# What a log says of itself in one line.
+digest() {
+  grep -h -o -E 'Synthesis: .*|ERROR SUMMARY: .*|RACECHECK SUMMARY: .*|[0-9]+ (passed|failed|skipped|error)[^=]*in [0-9.]+s.*' \
+    "$1" | sed -E 's/Synthesis: //; s/ *[|]/,/g; s/ +$//' |
+    awk '{ n[$0]++ } END { for (line in n) print (n[line] > 1 ? n[line] " x " : "") line }' | sort -r | head -n 3 | paste -s -d ';'
 }
-for what in "$@"; do
-    case $what in
-    kernels)
-        for t in bin/tests/gpu_test_*; do part "$(basename "$t")" "$t" --jobs 2 --filter '!(*bench*)/!(bench*)' --timeout 240; done
-        ;;
-    engine)
-        for t in bin/tests/engine_test_* bin/tests/sched_test_*; do part "$(basename "$t")" "$t" --jobs 2 --timeout 240; done
-        ;;
-    clients)
-        python3 -m pip install -q --no-index --no-deps --target /tmp/dunlin-site wheels/*.whl
-        export PYTHONPATH=/tmp/dunlin-site DN_DUNLIN=$here/bin/dunlin
-        for t in source/tests/clients/test_*.py; do
-            part "$(basename "$t" .py)" timeout 300 python3 -B -m pytest -q -rs -x -p no:cacheprovider --rootdir source/tests/clients "$t"
-        done
-        ;;
-    sanitize)
-        for tool in memcheck racecheck initcheck; do
-            for t in bin/tests/gpu_test_*; do
-                DN_GPU_SMALL=1 part "$tool-$(basename "$t")" timeout 280 compute-sanitizer --tool $tool --target-processes all \
-                    --error-exitcode 9 "$t" --jobs 1 --filter '!(*bench*)/!(bench*)'
-            done
-        done
-        ;;
-    bench)
-        for t in bin/tests/gpu_test_*; do part "bench-$(basename "$t")" "$t" --jobs 1 --filter '*/bench*'; grep BENCH "/tmp/dunlin-bench-$(basename "$t").log"; done
-        ;;
-    esac
-done
-echo "$failed parts failed"
-exit $failed
+
+# one NAME LIMIT COMMAND...: runs it and adds its line to the table.
+one() {
+  local name=$1 limit=$2 start=$SECONDS log=$logs/$1.log rc=0 state what left=$((deadline - SECONDS))
+  shift 2
+  if ((left < limit)); then limit=$left; fi
+  if ((limit < 3)); then
+    echo "NOT RUN|$name|0|no time was left" >> "$logs/table"
+    return
+  fi
+  LD_LIBRARY_PATH=$libraries timeout -k 3 "$limit" "$@" > "$log" 2>&1 < /dev/null || rc=$?
+  what=$(digest "$log")
+  state=ok
+  if [ $rc = 124 ] || [ $rc = 137 ]; then
+    state=TIME what="stopped after $limit s; $what"
+    case $name in memcheck.* | racecheck.* | initcheck.*) state=part what="stopped after $limit s, nothing found" ;; esac
+    if grep -q -E "$found" "$log"; then state=FAILED what="stopped after $limit s; found something"; fi
+  elif [ $rc != 0 ]; then
+    state=FAILED what="exit $rc; $what"
+  elif grep -q '^SKIPPED: ' "$log" || grep -q -E '^[^=]*\b[0-9]+ skipped' "$log"; then
+    grep -q -E 'Passing: [1-9]|[0-9]+ passed' "$log" && ! grep -q '^SKIPPED: no GPU' "$log" || state=skip
+    what="$what; skipped: $(grep -h -E '^SKIPPED[: ]' "$log" | sed -E 's/^SKIPPED:? *(\[[0-9]+\])? *//; s/^[^ ]*\.py:[0-9]+: //' | sort -u |
+      head -n 3 | cut -c 1-60 | paste -s -d ';')"
+  fi
+  echo "$state|$name|$((SECONDS - start))|$what" >> "$logs/table"
+}
+found='^=========.*(Invalid|Uninitialized|[Rr]ace reported|Program hit|Misaligned|Barrier error|out of range|[1-9][0-9]* hazards?)'
+
+start() { # NAME LIMIT COMMAND...
+  while (($(jobs -rp | wc -l) >= width)); do wait -n; done
+  one "$@" &
+}
+
+# ---- parts ------------------------------------------------------------------------------------------------------------
+
+measures='bench*|profile|slabs|times' # tests that measure
+
+kernels() {
+  width=$cores
+  for t in bin/tests/gpu_test_*; do start "kernels.${t##*gpu_test_}" 60 "$t" --jobs 1 --filter "*/!($measures)" --timeout 60; done
+  wait
+}
+
+engine() {
+  width=$cores
+  for unit in forward_kimi kimi; do # as tests/cmake/tests_gpu.cmake
+    start "engine.$unit" 80 env DN_TEST_LIBRARY="$DN_CUDA_LIBRARY" bin/tests/engine_test_$unit --jobs 2 --timeout 80 \
+      --filter "*/@(head_sizes|batch|weights_in|logits|greedy|the_ref)*"
+  done
+  for t in bin/tests/sched_test_*; do start "sched.${t##*sched_test_}" 60 "$t" --jobs 2 --timeout 60; done
+  wait
+}
+
+# A Python of the version that the wheels are for.
+find_python() {
+  local version python
+  version=$(cat wheels/python 2>/dev/null) || return 1
+  for python in "python$version" python3 /opt/*/.venv/bin/python3 /opt/*/bin/python3; do
+    python=$(command -v "$python") || continue
+    if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ]; then
+      echo "$python"
+      return
+    fi
+  done
+  return 1
+}
+
+clients() {
+  local python t
+  if ! python=$(find_python); then
+    echo "skip|clients|0|no Python $(cat wheels/python 2>/dev/null || echo "(and no wheels were packed)")" >> "$logs/table"
+    return
+  fi
+  if [ ! -d site ]; then # wheels are archives of what belongs there; no pip is needed
+    for t in wheels/*.whl; do "$python" -m zipfile -e "$t" site || return; done
+  fi
+  # Only the program gets our libraries: Python has its own libssl.
+  printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s/bin/dunlin.program "$@"\n' "$libraries" "$here" > bin/dunlin.new
+  [ -e bin/dunlin.program ] || mv bin/dunlin bin/dunlin.program
+  mv bin/dunlin.new bin/dunlin && chmod +x bin/dunlin
+  width=$(((cores + 1) / 2))
+  for t in ${DN_CLIENTS:-kimi policies load cancel openai commands keys errors drain device tools}; do
+    [ -f "source/tests/clients/test_$t.py" ] || continue
+    start "clients.$t" 120 env -u LD_LIBRARY_PATH PYTHONPATH="$here/site" DN_DUNLIN="$here/bin/dunlin" "$python" -B -m pytest -q -rs \
+      -p no:cacheprovider --rootdir source/tests/clients "source/tests/clients/test_$t.py"
+  done
+  wait
+}
+
+sanitize() {
+  local tool t sanitizer
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+  if [ -z "$gpu" ] || [ -z "$sanitizer" ]; then
+    echo "skip|sanitize|0|no GPU or no compute-sanitizer" >> "$logs/table"
+    return
+  fi
+  width=$cores
+  export DN_GPU_SMALL=1
+  for tool in memcheck racecheck initcheck; do
+    for t in bin/tests/gpu_test_*; do
+      start "$tool.${t##*gpu_test_}" 55 "$sanitizer" --tool $tool --target-processes all --error-exitcode 9 "$t" --jobs 1 \
+        --filter "*/!($measures)" --timeout 55
+    done
+  done
+  wait
+  unset DN_GPU_SMALL
+}
+
+bench() {
+  width=1
+  for t in bin/tests/gpu_test_*; do start "bench.${t##*gpu_test_}" 30 "$t" --jobs 1 --filter "*/@(bench*|times)" --timeout 30; done
+  wait
+  grep -h BENCH "$logs"/bench.*.log
+}
+
+lasts() { # SECONDS PARTS...: parts with one limit in all
+  deadline=$((SECONDS + $1))
+  shift
+  for part in "$@"; do
+    case $part in kernels | engine | clients | sanitize | bench) $part ;; *) echo "no part \"$part\"" >&2 ;; esac
+  done
+}
+
+tests=() others=()
+for part in "$@"; do case $part in sanitize | bench) others+=("$part") ;; *) tests+=("$part") ;; esac; done
+[ ${#tests[@]} = 0 ] || lasts "${DN_TESTS_LIMIT:-225}" "${tests[@]}"
+for part in "${others[@]}"; do lasts "${DN_OTHERS_LIMIT:-165}" "$part"; done
+
+# ---- what came of it --------------------------------------------------------------------------------------------------
+
+while IFS='|' read -r state name _; do
+  case $state in
+  FAILED | TIME)
+    echo "---- $name"
+    grep -E "FAIL|Crash|CRASH|^E  |rror:|wrong|^=========|assert|WARNING" "$logs/$name.log" | grep -v "SUMMARY: 0" | cut -c 1-220 | head -n 25
+    ;;
+  esac
+done < "$logs/table"
+echo "---- table ($SECONDS s)"
+sort -t '|' -k 2 "$logs/table" | awk -F '|' '{ printf "%-8s %-24s %4d s  %s\n", $1, $2, $3, substr($4, 1, 170) }'
+failed=$(grep -c -E '^(FAILED|TIME|NOT RUN)' "$logs/table")
+echo "$failed failed or not finished, $(grep -c '^skip' "$logs/table") skipped, of $(wc -l < "$logs/table")"
+[ -z "${OUT:-}" ] || tar -C "$logs" -czf "$OUT/gpu-logs.tgz" .
+exit "$failed"

@@ -5,6 +5,7 @@
 #include "cli/cli.h"
 #include "pool/device.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -121,23 +122,50 @@ void dn_bench_number(struct dn_bench_table *t, int decimals, double x)
 
 /* ---- Head ---- */
 
+/* NVML comes with the driver. Its number of a GPU is CUDA's, unless CUDA_VISIBLE_DEVICES says otherwise. */
+struct nvml {
+    void *library;
+    int (*init)(void);
+    int (*handle)(unsigned index, void **device);
+    int (*clock)(void *device, int which, unsigned *mhz); /* 1: SM, 2: memory */
+    int (*max_clock)(void *device, int which, unsigned *mhz);
+    int (*power)(void *device, unsigned *milliwatts);
+    int (*temperature)(void *device, int sensor, unsigned *celsius);
+};
+
+static bool open_nvml(struct nvml *n)
+{
+    const struct {
+        const char *name;
+        void *to;
+    } symbol[] = {{"nvmlInit_v2", &n->init},
+                  {"nvmlDeviceGetHandleByIndex_v2", &n->handle},
+                  {"nvmlDeviceGetClockInfo", &n->clock},
+                  {"nvmlDeviceGetMaxClockInfo", &n->max_clock},
+                  {"nvmlDeviceGetPowerUsage", &n->power},
+                  {"nvmlDeviceGetTemperature", &n->temperature}};
+    n->library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    for (size_t i = 0; n->library && i < sizeof symbol / sizeof *symbol; i++) {
+        void *p = dlsym(n->library, symbol[i].name);
+        if (!p)
+            return false;
+        memcpy(symbol[i].to, &p, sizeof p);
+    }
+    return n->library && n->init() == 0;
+}
+
 void dn_bench_print_clocks(int index)
 {
-    char command[256], line[256];
-    if (index < 0)
-        return;
-    snprintf(command, sizeof command,
-             "nvidia-smi -i %d --format=csv,noheader --query-gpu=driver_version,clocks.current.sm,"
-             "clocks.current.memory,clocks.max.sm,power.draw,temperature.gpu 2>/dev/null",
-             index);
-    FILE *f = popen(command, "re"); /* a constant and a number: nothing that a shell could misread */
-    if (!f)
-        return;
-    if (fgets(line, sizeof line, f)) {
-        line[strcspn(line, "\n")] = 0;
-        printf("# driver, SM clock, memory clock, highest SM clock, power, temperature: %s\n", line);
-    }
-    pclose(f);
+    struct nvml n = {0};
+    void *device;
+    unsigned sm, memory, highest, milliwatts, celsius;
+    if (index >= 0 && open_nvml(&n) && n.handle((unsigned)index, &device) == 0 && n.clock(device, 1, &sm) == 0 &&
+        n.clock(device, 2, &memory) == 0 && n.max_clock(device, 1, &highest) == 0 &&
+        n.power(device, &milliwatts) == 0 && n.temperature(device, 0, &celsius) == 0)
+        printf("# now: SM %u MHz (highest %u), memory %u MHz, %.0f W, %u C\n", sm, highest, memory, milliwatts * 1e-3,
+               celsius);
+    if (n.library)
+        dlclose(n.library);
 }
 
 void dn_bench_print_head(const struct dn_device *d, double read_rate, int index)

@@ -45,7 +45,7 @@ void dn_bench_table_close(struct dn_bench_table *t);
 void dn_bench_text(struct dn_bench_table *t, const char *text);
 void dn_bench_number(struct dn_bench_table *t, int decimals, double x);
 
-/* Version and commit, device, its clocks (nvidia-smi, if there is one); "# ..." lines. index < 0: no GPU. */
+/* Version and commit, device, its clocks (if NVML is there); "# ..." lines. index < 0: no GPU. */
 void dn_bench_print_head(const struct dn_device *d, double read_rate, int index);
 void dn_bench_print_clocks(int index);
 

@@ -55,19 +55,26 @@ static void fill(uint8_t *p, enum content what, float scale)
         for (size_t i = 0; i < NOISE_BYTES / sizeof *h; i++)
             h[i] = dn_f32_to_bf16(scale * next_normal(&state));
         break;
-    case NIBBLE_SCALE: /* even nibbles have a deviation of 4.6 from 7.5 */
+    case NIBBLE_SCALE: /* nibbles have a deviation of 4.3 from 8 */
         for (size_t i = 0; i < NOISE_BYTES / sizeof *h; i++)
-            h[i] = dn_f32_to_bf16(scale / 4.6f * (0.5f + (float)(next_random(&state) >> 40) * 0x1p-24f));
+            h[i] = dn_f32_to_bf16(scale / 4.3f * (0.5f + (float)(next_random(&state) >> 40) * 0x1p-24f));
         break;
     case CODE_SCALE: /* e4m3 codes up to 1.875, see below */
         for (size_t i = 0; i < NOISE_BYTES / sizeof *f; i++)
             f[i] = scale * (0.5f + (float)(next_random(&state) >> 40) * 0x1p-24f);
         break;
-    case NIBBLE:
-    case CODE:
+    case NIBBLE: /* 0 becomes 8, value 0: uniform ones are -0.5 on average, which makes all tokens alike in some layers
+                  */
         for (size_t i = 0; i < NOISE_BYTES; i += sizeof state) {
-            uint64_t r = next_random(&state);
-            r = what == CODE ? r & 0xbfbfbfbfbfbfbfbfull : r; /* no exponent above 7: never NaN */
+            uint64_t r = next_random(&state), any = r | r >> 1;
+            any = (any | any >> 2) & 0x1111111111111111ull; /* nibbles that are not 0 */
+            r |= (any ^ 0x1111111111111111ull) << 3;
+            memcpy(p + i, &r, sizeof r);
+        }
+        break;
+    case CODE: /* no exponent above 7: never NaN */
+        for (size_t i = 0; i < NOISE_BYTES; i += sizeof state) {
+            uint64_t r = next_random(&state) & 0xbfbfbfbfbfbfbfbfull;
             memcpy(p + i, &r, sizeof r);
         }
         break;

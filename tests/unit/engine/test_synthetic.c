@@ -26,7 +26,7 @@ static char path[] = "/tmp/dunlin-synthetic-XXXXXX";
 
 static void write_config(const char *text)
 {
-    strcpy(path + strlen(path) - 6, "XXXXXX");
+    memcpy(path + strlen(path) - 6, "XXXXXX", 6);
     int fd = mkstemp(path);
     cr_assert(fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text));
     close(fd);

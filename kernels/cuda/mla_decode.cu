@@ -15,7 +15,7 @@
  * is q), y = scale * s * (q . tile) + log2(s) gives P' = 2^y = s P, O = P' V, and the sum is of P' / s.
  *
  * Shared memory: Q 72 KB, two tiles 144 KB, P 8 KB, then struct tail. The exchange uses P (by w = 0) and the tile's block of
- * rope keys (by w = 1), which nobody reads any more; a finished item is staged in its last tile for bulk stores.
+ * rope keys (by w = 1), which nobody reads any more.
  *
  * Floor: 1152 or 644 bytes a token of context.
  */
@@ -26,14 +26,15 @@ enum {
     HEADS = 64,
     BLOCKS = DN_MLA_LATENT / 64 + 1,     /* of 64 columns, in a tile and in Q */
     TILE_BYTES = BLOCKS * DN_MLA_BLOCK,
+    FP8_BYTES = DN_MLA_TOKENS * (DN_MLA_LATENT + 2 * DN_MLA_ROPE + 4), /* of a page's layer */
     Q_AT = 0,
     TILE_AT = TILE_BYTES,                /* two */
     P_AT = 3 * TILE_BYTES,
     TAIL_AT = P_AT + DN_MLA_BLOCK,
-    STAGE_ROW = DN_MLA_LATENT * 2 + 16,  /* bytes: rows begin 4 banks apart */
     THREADS = 384,
     CONSUMERS = 256,
     PARTIAL = HEADS * DN_MLA_LATENT,     /* values */
+    AHEAD = 3,                           /* tiles: two buffers don't cover the latency of memory, the L2 cache does */
     PREFILL_ITEMS = 4096,                /* of a launch in a prefill step: 256 MB of partial results */
     ROUNDS_UP = 10,                      /* FP8: P' is scaled by 2^10, away from f16's subnormals */
 };
@@ -43,7 +44,7 @@ struct tail {
     float max[2][HEADS];
     float column[2][3][DN_MLA_TOKENS]; /* FP8, by tile: scale * s * log2(e), log2(s), 1 / s */
     uint64_t full[2], empty[2];
-    int32_t ready;
+    int32_t ready[3]; /* two items in turn; merge_items() */
 };
 enum { SHARED_BYTES = TAIL_AT + sizeof(struct tail) };
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
@@ -57,6 +58,7 @@ struct args {
     uint32_t *counters;     /* [rows * head blocks] */
     uint32_t n_heads, n_head_blocks, layer;
     uint32_t row0, n_rows; /* rows of this launch; count may end them earlier */
+    bool decode;           /* token i is of sequence i: one load less in a chain of four */
     float scale_log2;
     struct dn_kv_layout l;
     struct dn_cuda_step s;
@@ -67,7 +69,7 @@ struct args {
 struct item {
     uint32_t id, row, head_block, split, n_splits;
     uint32_t tile0, tile1, n_tokens; /* n_tokens: of the row's whole context */
-    uint32_t seq;
+    uint32_t first_page; /* in page[] */
     int format;
     bool bad;
 };
@@ -81,10 +83,12 @@ static __device__ __forceinline__ bool find_item(const struct args &a, uint32_t 
 {
     uint32_t lane = threadIdx.x % 32;
     while (c->row < n_rows) {
-        uint32_t row = c->row + lane, n = 0, tokens = 0, seq = 0, bad = 0;
+        uint32_t row = c->row + lane, n = 0, tokens = 0, first_page = 0, format = 0, bad = 0;
         if (row < n_rows) {
-            seq = (uint32_t)a.s.token_seq[a.row0 + row];
+            uint32_t seq = a.decode ? row : (uint32_t)a.s.token_seq[a.row0 + row];
             tokens = (uint32_t)a.s.position[a.row0 + row] + 1;
+            first_page = (uint32_t)a.s.page_start[seq];
+            format = a.s.kv_format[seq];
             bad = a.s.bad[seq] != 0;
             n = bad ? 1 : dn_mla_splits((tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS);
         }
@@ -105,12 +109,12 @@ static __device__ __forceinline__ bool find_item(const struct args &a, uint32_t 
             it->head_block = rest / it->n_splits;
             it->split = rest % it->n_splits;
             it->n_tokens = __shfl_sync(0xffffffffu, tokens, l);
-            it->seq = __shfl_sync(0xffffffffu, seq, l);
+            it->first_page = __shfl_sync(0xffffffffu, first_page, l);
+            it->format = (int)__shfl_sync(0xffffffffu, format, l);
             it->bad = __shfl_sync(0xffffffffu, bad, l) != 0;
             uint32_t tiles = (it->n_tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS;
             it->tile0 = it->split * tiles / it->n_splits;
             it->tile1 = (it->split + 1) * tiles / it->n_splits;
-            it->format = a.s.kv_format[it->seq];
             return true;
         }
         c->before += __shfl_sync(0xffffffffu, end, 31);
@@ -132,18 +136,20 @@ static __device__ __forceinline__ uint32_t pack_f16(float lo, float hi)
 /* Into f16's range; NaN stays. */
 static __device__ __forceinline__ float clamp_f16(float x)
 {
-    return fabsf(x) > 65504.0f ? copysignf(65504.0f, x) : x;
+    asm("min.NaN.f32 %0, %0, 0f477fe000;\nmax.NaN.f32 %0, %0, 0fc77fe000;" : "+f"(x));
+    return x;
 }
 /* Two bf16 times x, as f16. */
 static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v, float x)
 {
     return pack_f16(clamp_f16(__uint_as_float(v << 16) * x), clamp_f16(__uint_as_float(v & 0xffff0000u) * x));
 }
+/* Volatile, so that conversions, stores and loads of a tile stay in turn. */
 static __device__ __forceinline__ void e4m3_to_f16(uint32_t v, uint32_t *lo, uint32_t *hi)
 {
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-        : "=r"(*lo), "=r"(*hi)
-        : "r"(v));
+    asm volatile("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+                 : "=r"(*lo), "=r"(*hi)
+                 : "r"(v));
 }
 static __device__ __forceinline__ float exp2_fast(float x)
 {
@@ -151,13 +157,13 @@ static __device__ __forceinline__ float exp2_fast(float x)
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-static __device__ __forceinline__ uint4 load_stream(const void *p) /* pages: read once */
+/* Pages are read once. Without `wanted` v stays: a select would wait for the load, a tile too early. */
+static __device__ __forceinline__ void load_stream(uint4 &v, const void *p, bool wanted)
 {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+                 "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(p), "r"((int)wanted));
 }
 static __device__ __forceinline__ void store_shared(uint32_t at, uint4 v)
 {
@@ -178,7 +184,7 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t at)
 
 static __device__ __forceinline__ const uint8_t *tile_page(const struct args &a, const struct item &it, uint32_t tile)
 {
-    uint32_t id = a.s.page[(uint32_t)a.s.page_start[it.seq] + tile];
+    uint32_t id = a.s.page[it.first_page + tile];
     return dn_mla_page(a.l, a.arena, it.format, id, a.layer);
 }
 static __device__ __forceinline__ uint32_t tile_tokens(const struct item &it, uint32_t tile)
@@ -191,8 +197,12 @@ static __device__ __forceinline__ void copy_item(const struct args &a, const str
                                                  struct tail *tail, uint32_t n, uint64_t policy)
 {
     const uint8_t *page = tile_page(a, it, it.tile0);
+    for (uint32_t tile = it.tile0 + 1; tile < it.tile1 && tile < it.tile0 + AHEAD; tile++)
+        dn_bulk_prefetch(tile_page(a, it, tile), TILE_BYTES);
     for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
         uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, full = dn_shared(&tail->full[b]);
+        if (tile + AHEAD < it.tile1)
+            dn_bulk_prefetch(tile_page(a, it, tile + AHEAD), TILE_BYTES);
         const uint8_t *next = tile + 1 < it.tile1 ? tile_page(a, it, tile + 1) : NULL;
         uint32_t tokens = tile_tokens(it, tile);
         dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
@@ -207,66 +217,82 @@ static __device__ __forceinline__ void copy_item(const struct args &a, const str
     }
 }
 
-/* 16-byte unit u = 128 i + t of the latents is token u % 64, columns u / 64 * 16 ..+15. */
-static __device__ __forceinline__ uint4 latent_unit(const uint8_t *page, uint32_t t, int i, bool valid)
-{
-    return valid ? load_stream(page + (128 * i + t) * 16) : make_uint4(0, 0, 0, 0);
-}
+/* A tile on its way: latents (16-byte unit 128 i + t: token t % 64, columns 16 (2 i + t / 64) ..), half of the token's rope
+ * key, its scale. */
+struct raw_tile {
+    uint4 v[16], r[4];
+    float s;
+};
 
 static __device__ __forceinline__ void convert_item(const struct args &a, const struct item &it, uint32_t shared,
                                                     struct tail *tail, uint32_t n, uint32_t t)
 {
+    uint32_t rope_at = a.l.format[DN_KV_FP8].v_offset, scale_at = a.l.format[DN_KV_FP8].k_scale_offset + (t & 63) * 4;
     const uint8_t *page = tile_page(a, it, it.tile0);
-    bool valid = (t & 63) < tile_tokens(it, it.tile0);
-    uint32_t rope_at = a.l.format[DN_KV_FP8].v_offset, scale_at = a.l.format[DN_KV_FP8].k_scale_offset;
-    uint4 v[16];
+    uint32_t next_id = it.tile0 + 1 < it.tile1 ? a.s.page[it.first_page + it.tile0 + 1] : 0;
+    uint32_t far_id = it.tile0 + AHEAD < it.tile1 ? a.s.page[it.first_page + it.tile0 + AHEAD] : 0;
+    struct raw_tile x;
+    x.s = __ldg((const float *)(page + scale_at));
+#pragma unroll
     for (int i = 0; i < 16; i++)
-        v[i] = latent_unit(page, t, i, valid);
+        load_stream(x.v[i], page + (128 * i + t) * 16, true);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        load_stream(x.r[i], page + rope_at + dn_mla_swizzled(t & 63, t / 64 * 4 + i), true);
+    if (t > 0 && t < AHEAD && it.tile0 + t < it.tile1)
+        dn_bulk_prefetch(tile_page(a, it, it.tile0 + t), FP8_BYTES);
+#pragma unroll 1
     for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
         uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, tokens = tile_tokens(it, tile);
-        bool more = tile + 1 < it.tile1;
-        const uint8_t *next = more ? tile_page(a, it, tile + 1) : NULL;
-        uint4 r[4];
-        float s[4], column = 1;
-        for (int i = 0; i < 4; i++) { /* 16-byte chunk 128 i + t of the rope keys is of token 16 i + t / 8 */
-            bool ok = 16 * i + t / 8 < tokens;
-            r[i] = ok ? load_stream(page + rope_at + (128 * i + t) * 16) : make_uint4(0, 0, 0, 0);
-            s[i] = ok ? __ldg((const float *)(page + scale_at) + 16 * i + t / 8) : 1.0f;
-        }
-        if (t < tokens)
-            column = __ldg((const float *)(page + scale_at) + t);
+        if (t == 0 && tile + AHEAD < it.tile1)
+            dn_bulk_prefetch(dn_mla_page(a.l, a.arena, DN_KV_FP8, far_id, a.layer), FP8_BYTES);
+        if (tile + AHEAD + 1 < it.tile1)
+            far_id = a.s.page[it.first_page + tile + AHEAD + 1];
+        bool next = tile + 1 < it.tile1;
+        if (next)
+            page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer);
+        if (tile + 2 < it.tile1)
+            next_id = a.s.page[it.first_page + tile + 2];
         dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
-        bool next_valid = more && (t & 63) < tile_tokens(it, tile + 1);
+        if (tokens < DN_MLA_TOKENS && (t & 63) >= tokens) { /* whatever the page holds there */
+#pragma unroll
+            for (int i = 0; i < 16; i++)
+                x.v[i] = make_uint4(0, 0, 0, 0);
+            x.s = 1;
+        }
+        float scale = x.s == 0 ? 1.0f : x.s, inv = 1.0f / scale;
         /* Chunks 2c, 2c + 1 of the token's row, c = 2 i + t / 64. */
-        uint32_t row = to + (t & 63) * 128;
+        uint32_t row = to + (t & 63) * 128, chunk = t / 64 * 2;
+        uint32_t at[4] = {row + ((chunk ^ (t & 7)) << 4), row + (((chunk + 1) ^ (t & 7)) << 4),
+                          row + (((chunk + 4) ^ (t & 7)) << 4), row + (((chunk + 5) ^ (t & 7)) << 4)};
+#pragma unroll
         for (int i = 0; i < 16; i++) {
             uint4 lo, hi;
-            e4m3_to_f16(v[i].x, &lo.x, &lo.y);
-            e4m3_to_f16(v[i].y, &lo.z, &lo.w);
-            e4m3_to_f16(v[i].z, &hi.x, &hi.y);
-            e4m3_to_f16(v[i].w, &hi.z, &hi.w);
-            v[i] = latent_unit(next, t, i, next_valid);
-            uint32_t chunk = 2 * ((2 * i + t / 64) & 3), at = row + i / 2 * DN_MLA_BLOCK;
-            store_shared(at + ((chunk ^ (t & 7)) << 4), lo);
-            store_shared(at + (((chunk + 1) ^ (t & 7)) << 4), hi);
+            e4m3_to_f16(x.v[i].x, &lo.x, &lo.y);
+            e4m3_to_f16(x.v[i].y, &lo.z, &lo.w);
+            e4m3_to_f16(x.v[i].z, &hi.x, &hi.y);
+            e4m3_to_f16(x.v[i].w, &hi.z, &hi.w);
+            load_stream(x.v[i], page + (128 * i + t) * 16, next);
+            store_shared(at[i % 2 * 2] + i / 2 * DN_MLA_BLOCK, lo);
+            store_shared(at[i % 2 * 2 + 1] + i / 2 * DN_MLA_BLOCK, hi);
         }
+#pragma unroll
         for (int i = 0; i < 4; i++) {
-            float inv = s[i] == 0 ? 1.0f : 1.0f / s[i];
-            store_shared(to + DN_MLA_LATENT / 64 * DN_MLA_BLOCK + (128 * i + t) * 16,
-                         make_uint4(bf16_to_f16(r[i].x, inv), bf16_to_f16(r[i].y, inv), bf16_to_f16(r[i].z, inv),
-                                    bf16_to_f16(r[i].w, inv)));
+            uint4 k = make_uint4(bf16_to_f16(x.r[i].x, inv), bf16_to_f16(x.r[i].y, inv), bf16_to_f16(x.r[i].z, inv),
+                                 bf16_to_f16(x.r[i].w, inv));
+            uint32_t offset = dn_mla_swizzled(t & 63, t / 64 * 4 + i);
+            load_stream(x.r[i], page + rope_at + offset, next);
+            store_shared(to + (BLOCKS - 1) * DN_MLA_BLOCK + offset, k);
         }
         if (t < DN_MLA_TOKENS) {
-            float x = column == 0 ? 1.0f : column;
-            tail->column[b][0][t] = x * a.scale_log2;
-            tail->column[b][1][t] = log2f(x);
-            tail->column[b][2][t] = 1.0f / x;
+            tail->column[b][0][t] = scale * a.scale_log2;
+            tail->column[b][1][t] = __log2f(scale);
+            tail->column[b][2][t] = inv;
         }
-        dn_fence_async();
-        dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS);
+        x.s = __ldg((const float *)(page + scale_at));
+        dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS); /* the readers fence: a fence here would wait for the loads under way */
         if (t == 0)
             dn_barrier_arrive(dn_shared(&tail->full[b]));
-        page = next;
     }
 }
 
@@ -293,23 +319,33 @@ static __device__ __forceinline__ void produce(const struct args &a, uint32_t n_
 
 /* ---- Consumers: `t` = 0..255 ---- */
 
-/* Heads beyond the last are zeros. */
-static __device__ __forceinline__ void load_q(const struct args &a, const struct item &it, uint32_t shared, uint32_t t)
+/* Q is copied while the tensor pipe finishes the item before. Heads beyond the last are zeros. A thread has chunks sub + 4i of
+ * its row's 72: addresses are constants apart, and eight lanes store to eight rows. */
+static __device__ __forceinline__ void copy_q(const struct args &a, const struct item &it, uint32_t shared, uint32_t t)
 {
-    uint32_t width = BLOCKS * 64, heads = min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS);
-    const __nv_bfloat16 *q = a.q + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS) * width;
-    for (int half = 0; half < 2; half++) {
-        uint4 v[BLOCKS];
-        for (int i = 0; i < BLOCKS; i++) { /* chunk u of Q's rows of 72 */
-            uint32_t u = (half * BLOCKS + i) * CONSUMERS + t;
-            v[i] = u / (BLOCKS * 8) < heads ? __ldcg((const uint4 *)q + u) : make_uint4(0, 0, 0, 0);
-        }
-        for (int i = 0; i < BLOCKS; i++) {
-            uint32_t u = (half * BLOCKS + i) * CONSUMERS + t, head = u / (BLOCKS * 8), chunk = u % (BLOCKS * 8);
-            if (it.format == DN_KV_FP8)
-                v[i] = make_uint4(bf16_to_f16(v[i].x, 1), bf16_to_f16(v[i].y, 1), bf16_to_f16(v[i].z, 1),
-                                  bf16_to_f16(v[i].w, 1));
-            store_shared(shared + Q_AT + chunk / 8 * DN_MLA_BLOCK + dn_mla_swizzled(head, chunk % 8), v[i]);
+    uint32_t heads = min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS);
+    uint32_t row = t / 32 * 8 + t % 8, sub = t / 8 % 4, bytes = row < heads ? 16 : 0;
+    const uint4 *q = (const uint4 *)(a.q + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS +
+                                            min(row, heads - 1)) * BLOCKS * 64) +
+                     sub;
+    uint32_t even = shared + Q_AT + dn_mla_swizzled(row, sub), odd = shared + Q_AT + dn_mla_swizzled(row, sub + 4);
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; i++)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((i % 2 ? odd : even) + i / 2 * DN_MLA_BLOCK),
+                     "l"(q + 4 * i), "r"(bytes)
+                     : "memory");
+}
+/* Waits for one's own copies; f16 for FP8. */
+static __device__ __forceinline__ void finish_q(const struct item &it, uint32_t shared, uint32_t t)
+{
+    uint32_t row = t / 32 * 8 + t % 8, sub = t / 8 % 4;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (it.format == DN_KV_FP8) {
+#pragma unroll 6
+        for (int i = 0; i < 2 * BLOCKS; i++) {
+            uint32_t at = shared + Q_AT + i / 2 * DN_MLA_BLOCK + dn_mla_swizzled(row, sub + i % 2 * 4);
+            uint4 v = load_shared(at);
+            store_shared(at, make_uint4(bf16_to_f16(v.x, 1), bf16_to_f16(v.y, 1), bf16_to_f16(v.z, 1), bf16_to_f16(v.w, 1)));
         }
     }
 }
@@ -383,56 +419,77 @@ static __device__ __forceinline__ void softmax(const struct args &a, uint32_t sh
 {
     uint32_t lane = t & 31, row = (t & 127) / 32 * 16 + lane / 4, column = 32 * w + lane % 4 * 2;
     float top[2] = {-INFINITY, -INFINITY};
-    for (int i = 0; i < 16; i++) {
-        uint32_t c = column + i / 4 * 8 + i % 2;
-        if (fp8)
-            s[i] = s[i] * tail->column[b][0][c] + tail->column[b][1][c];
-        else
-            s[i] *= a.scale_log2;
-        if (tokens < DN_MLA_TOKENS && c >= tokens)
-            s[i] = -INFINITY;
-        top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    if (fp8) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float2 f = *(const float2 *)&tail->column[b][0][column + 8 * j];
+            float2 g = *(const float2 *)&tail->column[b][1][column + 8 * j];
+            s[4 * j] = fmaf(s[4 * j], f.x, g.x);
+            s[4 * j + 1] = fmaf(s[4 * j + 1], f.y, g.y);
+            s[4 * j + 2] = fmaf(s[4 * j + 2], f.x, g.x);
+            s[4 * j + 3] = fmaf(s[4 * j + 3], f.y, g.y);
+        }
     }
+    if (tokens < DN_MLA_TOKENS) {
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (column + i / 4 * 8 + i % 2 >= tokens)
+                s[i] = -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
     for (int i = 0; i < 2; i++) {
         top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 1));
         top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 2));
+        if (!fp8)
+            top[i] *= a.scale_log2;
         if (lane % 4 == 0)
             tail->max[w][row + 8 * i] = top[i];
     }
     dn_sync(BAR_MAX, CONSUMERS);
     float base[2];
+#pragma unroll
     for (int i = 0; i < 2; i++) {
         float m = fmaxf(fmaxf(top[i], tail->max[1 - w][row + 8 * i]), r->max[i]);
         base[i] = m == -INFINITY ? 0 : fp8 ? m - ROUNDS_UP : m;
-        alpha[i] = exp2_fast(r->max[i] - m);
-        if (m == -INFINITY)
-            alpha[i] = 1;
+        alpha[i] = m == -INFINITY ? 1 : exp2_fast(r->max[i] - m);
         r->max[i] = m;
         r->sum[i] *= alpha[i];
     }
     uint32_t p = shared + P_AT + row * 128 + lane % 4 * 4;
-    for (int i = 0; i < 16; i += 2) {
-        int which = i / 2 % 2;
-        float x = exp2_fast(s[i] - base[which]), y = exp2_fast(s[i + 1] - base[which]);
-        uint32_t c = column + i / 4 * 8;
-        r->sum[which] += fp8 ? x * tail->column[b][2][c] + y * tail->column[b][2][c + 1] : x + y;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(p + which * 1024 + (((4 * w + i / 4) ^ (row & 7)) << 4)),
-                     "r"(fp8 ? pack_f16(x, y) : pack_bf16(x, y))
-                     : "memory");
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float2 inv = fp8 ? *(const float2 *)&tail->column[b][2][column + 8 * j] : make_float2(1, 1);
+        uint32_t at = p + (((4 * w + j) ^ (row & 7)) << 4);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float x = s[4 * j + 2 * i], y = s[4 * j + 2 * i + 1];
+            x = exp2_fast(fp8 ? x - base[i] : fmaf(x, a.scale_log2, -base[i]));
+            y = exp2_fast(fp8 ? y - base[i] : fmaf(y, a.scale_log2, -base[i]));
+            if (fp8)
+                r->sum[i] = fmaf(x, inv.x, fmaf(y, inv.y, r->sum[i]));
+            else
+                r->sum[i] += x + y;
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + i * 1024), "r"(fp8 ? pack_f16(x, y) : pack_bf16(x, y))
+                         : "memory");
+        }
     }
 }
 
-/* An item's tiles: the accumulators and the rows' state. The last tile's buffer stays the consumers'. */
+/* An item's tiles: the accumulators and the rows' state. */
 template <bool fp8>
 static __device__ __forceinline__ void tiles(const struct args &a, const struct item &it, uint32_t shared,
                                              struct tail *tail, uint32_t n, uint32_t w, uint32_t t, float (&o)[128],
-                                             struct rows *r)
+                                             struct rows *r, const struct item &next, bool more)
 {
     for (uint32_t i = it.tile0; i < it.tile1; i++, n++) {
         uint32_t b = n & 1, tile = shared + TILE_AT + b * TILE_BYTES, tokens = tile_tokens(it, i);
         bool first = i == it.tile0;
         float s[16], alpha[2];
         dn_barrier_wait(dn_shared(&tail->full[b]), (n >> 1) & 1);
+        if (fp8)
+            dn_fence_async(); /* the producers' stores */
         scores<fp8>(shared, tile, tokens, first, w, t, s);
         softmax<fp8>(a, shared, tail, b, tokens, w, t, s, r, alpha);
         dn_fence_async();
@@ -451,23 +508,23 @@ static __device__ __forceinline__ void tiles(const struct args &a, const struct 
                 dn_wgmma_n256_bf16(o, pa + k * 2, vb + k * 128, !first || k != 0);
         }
         dn_wgmma_commit();
+        if (more && i + 1 == it.tile1)
+            copy_q(a, next, shared, t); /* nobody reads this item's any more */
         dn_wgmma_wait<0>();
         if (w == 1)
             dn_arrive(BAR_FREE, CONSUMERS);
-        if (i + 1 < it.tile1) {
-            __syncwarp();
-            if (t % 32 == 0)
-                dn_barrier_arrive(dn_shared(&tail->empty[b]));
-        }
+        __syncwarp();
+        if (t % 32 == 0)
+            dn_barrier_arrive(dn_shared(&tail->empty[b]));
     }
     if (w == 0)
         dn_sync(BAR_FREE, CONSUMERS);
 }
 
-/* Divides by the sums and stages rows of bf16 in the last tile's buffer; threads < heads start their row's bulk store. */
-static __device__ __forceinline__ void store_item(const struct args &a, const struct item &it, uint32_t stage,
-                                                  struct tail *tail, uint32_t w, uint32_t t, uint32_t heads,
-                                                  float (&o)[128], struct rows *r)
+/* Divides by the sums. A row's only split goes to its place; partial results stay in the order of the accumulators,
+ * [i 2][c 8][thread 256][8]: row half i, columns 256 w + 32 c + 8 j + 2 (lane % 4) + e for values 2 j + e. */
+static __device__ __forceinline__ void store_item(const struct args &a, const struct item &it, struct tail *tail, uint32_t w,
+                                                  uint32_t t, uint32_t heads, float (&o)[128], struct rows *r)
 {
     uint32_t lane = t & 31, row = (t & 127) / 32 * 16 + lane / 4;
     for (int i = 0; i < 2; i++) {
@@ -476,35 +533,54 @@ static __device__ __forceinline__ void store_item(const struct args &a, const st
         if (lane % 4 == 0)
             tail->max[w][row + 8 * i] = r->sum[i];
     }
-    dn_sync(BAR_ALL, CONSUMERS); /* both have read the tile as V */
-    float inv[2];
-    for (int i = 0; i < 2; i++) {
-        float sum = tail->max[0][row + 8 * i] + tail->max[1][row + 8 * i];
-        inv[i] = 1.0f / sum;
-        if (it.n_splits > 1 && w == 0 && lane % 4 == 0)
-            a.sums[(size_t)it.id * HEADS + row + 8 * i] =
-                r->max[i] - (it.format == DN_KV_FP8 ? ROUNDS_UP : 0) + log2f(sum);
-    }
-    for (int j = 0; j < 32; j++)
-        for (int i = 0; i < 2; i++)
-            asm volatile("st.shared.b32 [%0], %1;" ::"r"(stage + (row + 8 * i) * STAGE_ROW +
-                                                         (256 * w + 8 * j + lane % 4 * 2) * 2),
-                         "r"(pack_bf16(o[4 * j + 2 * i] * inv[i], o[4 * j + 2 * i + 1] * inv[i]))
-                         : "memory");
-    dn_fence_async();
     dn_sync(BAR_ALL, CONSUMERS);
-    if (t < heads) {
-        __nv_bfloat16 *to = it.n_splits > 1
-                                ? a.partial + (size_t)it.id * PARTIAL + t * DN_MLA_LATENT
-                                : a.out + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS + t) * DN_MLA_LATENT;
-        dn_bulk_store(to, stage + t * STAGE_ROW, DN_MLA_LATENT * 2);
-        dn_bulk_commit();
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        float sum = tail->max[0][row + 8 * i] + tail->max[1][row + 8 * i], inv = 1.0f / sum;
+        if (row + 8 * i >= heads)
+            continue;
+        if (it.n_splits == 1) {
+            __nv_bfloat16 *to = a.out +
+                                ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS + row + 8 * i) * DN_MLA_LATENT +
+                                256 * w + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < 32; j++)
+                *(uint32_t *)(to + 8 * j) = pack_bf16(o[4 * j + 2 * i] * inv, o[4 * j + 2 * i + 1] * inv);
+            continue;
+        }
+        if (w == 0 && lane % 4 == 0)
+            a.sums[(size_t)it.id * HEADS + row + 8 * i] =
+                r->max[i] - (it.format == DN_KV_FP8 ? ROUNDS_UP : 0) + __log2f(sum);
+        uint4 *to = (uint4 *)(a.partial + (size_t)it.id * PARTIAL) + i * 8 * CONSUMERS + t;
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            uint32_t v[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                v[j] = pack_bf16(o[16 * c + 4 * j + 2 * i] * inv, o[16 * c + 4 * j + 2 * i + 1] * inv);
+            __stcg(to + c * CONSUMERS, make_uint4(v[0], v[1], v[2], v[3]));
+        }
     }
 }
 
 static __device__ __forceinline__ uint32_t *item_counter(const struct args &a, const struct item &it)
 {
     return a.counters + it.row * a.n_head_blocks + it.head_block;
+}
+
+/* From a partial result's begin to the units of a row, as store_item() left them. */
+static __device__ __forceinline__ uint32_t row_unit(uint32_t row)
+{
+    return row / 8 % 2 * 8 * CONSUMERS + row / 16 * 32 + row % 8 * 4;
+}
+static __device__ __forceinline__ void add_unit(float (&acc)[8], uint4 v, float x)
+{
+    const uint32_t u[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        acc[2 * i] += x * __uint_as_float(u[i] << 16);
+        acc[2 * i + 1] += x * __uint_as_float(u[i] & 0xffff0000u);
+    }
 }
 
 /* The split's share of the row's heads, from all splits' partial results. Shared memory: P's, [heads][splits] weights, then
@@ -515,6 +591,15 @@ static __device__ __forceinline__ void merge(const struct args &a, const struct 
     uint32_t h0 = it.split * heads / it.n_splits, h1 = (it.split + 1) * heads / it.n_splits, n = h1 - h0;
     uint32_t first = it.id - it.split, lane = t % 32;
     float *weight = (float *)p, *part = (float *)(p + 2048);
+    /* 64 threads a head, a unit of store_item() each; with few heads several groups share one's splits. */
+    uint32_t parts = n == 1 ? 4 : n == 2 ? 2 : 1, group = t / 64, k = group % parts, unit = t % 64;
+    uint32_t w = unit / 32, c = unit / 4 % 8, column = 256 * w + 32 * c + unit % 4 * 2;
+    uint32_t j0 = k * it.n_splits / parts, j1 = (k + 1) * it.n_splits / parts;
+    const uint4 *partial = (const uint4 *)(a.partial + (size_t)first * PARTIAL) + c * CONSUMERS + w * 128 + unit % 4;
+    uint4 ahead[4]; /* of the first head: on their way while weights are computed */
+    for (uint32_t i = 0; i < 4; i++)
+        if (group / parts < n && j0 + i < j1)
+            ahead[i] = __ldcg(partial + row_unit(h0 + group / parts) + (size_t)(j0 + i) * (PARTIAL / 8));
     for (uint32_t h = t / 32; h < n; h += CONSUMERS / 32) {
         const float *sums = a.sums + (size_t)first * HEADS + h0 + h;
         float x[DN_MLA_MAX_SPLITS / 32], top = -INFINITY, sum = 0;
@@ -533,63 +618,72 @@ static __device__ __forceinline__ void merge(const struct args &a, const struct 
                 weight[h * it.n_splits + i * 32 + lane] = x[i] / sum;
     }
     dn_sync(BAR_ALL, CONSUMERS);
-    /* 64 threads a head, 8 columns each; with few heads several groups share one's splits. */
-    uint32_t parts = n == 1 ? 4 : n == 2 ? 2 : 1, group = t / 64, k = group % parts, column = t % 64 * 8;
     for (uint32_t h = group / parts; h < n; h += 4 / parts) {
         float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        const __nv_bfloat16 *from = a.partial + (size_t)first * PARTIAL + (h0 + h) * DN_MLA_LATENT + column;
-#pragma unroll 8
-        for (uint32_t j = k * it.n_splits / parts; j < (k + 1) * it.n_splits / parts; j++) {
-            uint4 v = __ldcg((const uint4 *)(from + (size_t)j * PARTIAL));
-            float x = weight[h * it.n_splits + j];
-            const uint32_t u[4] = {v.x, v.y, v.z, v.w};
-            for (int i = 0; i < 4; i++) {
-                acc[2 * i] += x * __uint_as_float(u[i] << 16);
-                acc[2 * i + 1] += x * __uint_as_float(u[i] & 0xffff0000u);
-            }
+        const float *x = weight + h * it.n_splits;
+        uint32_t j = j0;
+        if (h == group / parts) {
+            for (uint32_t i = 0; i < 4; i++)
+                if (j0 + i < j1)
+                    add_unit(acc, ahead[i], x[j0 + i]);
+            j = min(j0 + 4, j1);
         }
+        const uint4 *from = partial + row_unit(h0 + h);
+#pragma unroll 8
+        for (; j < j1; j++)
+            add_unit(acc, __ldcg(from + (size_t)j * (PARTIAL / 8)), x[j]);
         if (parts > 1) { /* each group has one round here */
-            float *mine = part + (h * (parts - 1) + k - 1) * DN_MLA_LATENT + column;
+            float *mine = part + (h * (parts - 1) + k - 1) * DN_MLA_LATENT + unit;
             for (int i = 0; k && i < 8; i++)
-                mine[i] = acc[i];
+                mine[i * 64] = acc[i];
             dn_sync(BAR_ALL, CONSUMERS);
             for (uint32_t q = 1; k == 0 && q < parts; q++)
                 for (int i = 0; i < 8; i++)
-                    acc[i] += part[(h * (parts - 1) + q - 1) * DN_MLA_LATENT + column + i];
+                    acc[i] += part[(h * (parts - 1) + q - 1) * DN_MLA_LATENT + unit + i * 64];
             if (k)
                 break;
         }
-        *(uint4 *)(a.out + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS + h0 + h) * DN_MLA_LATENT +
-                   column) = make_uint4(pack_bf16(acc[0], acc[1]), pack_bf16(acc[2], acc[3]), pack_bf16(acc[4], acc[5]),
-                                        pack_bf16(acc[6], acc[7]));
+        __nv_bfloat16 *to =
+            a.out + ((size_t)(a.row0 + it.row) * a.n_heads + it.head_block * HEADS + h0 + h) * DN_MLA_LATENT + column;
+        for (int i = 0; i < 4; i++)
+            *(uint32_t *)(to + 8 * i) = pack_bf16(acc[2 * i], acc[2 * i + 1]);
     }
     dn_sync(BAR_ALL, CONSUMERS);
-    if (t == 0) {
-        uint32_t *counter = item_counter(a, it);
-        __threadfence();
-        if (atomicAdd(counter, 1) == 2 * it.n_splits - 1) /* nobody looks any more */
-            atomicExch(counter, 0);
-    }
+    if (t == 0) /* what was read has arrived; the last one makes it zero */
+        asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(item_counter(a, it)), "r"(2 * it.n_splits - 1)
+                     : "memory");
 }
 
-/* Merges items before `done` in their order, while their rows are complete; waits for them if `wait`. */
+/* Relaxed: what is read afterwards is behind a barrier and comes from the L2 cache, where the counter is too. An acquire would
+ * empty the L1 cache, step arrays and all. */
+static __device__ __forceinline__ uint32_t arrived(const struct args &a, const struct item &it)
+{
+    uint32_t count;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(item_counter(a, it)) : "memory");
+    return count;
+}
+
+/* Merges items up to `last` in their order, while their rows are complete; waits for them if `wait`. */
 static __device__ __forceinline__ void merge_items(const struct args &a, uint32_t n_rows, struct cursor *c, uint32_t *id,
-                                                   uint32_t done, bool wait, uint8_t *p, struct tail *tail, uint32_t t)
+                                                   const struct item &last, bool wait, uint8_t *p, struct tail *tail,
+                                                   uint32_t t)
 {
     struct item it;
-    while (*id < done && find_item(a, n_rows, c, *id, &it)) {
+    while (*id <= last.id) {
+        if (*id == last.id)
+            it = last;
+        else
+            find_item(a, n_rows, c, *id, &it);
         if (!it.bad && it.n_splits > 1) {
             if (t == 0) {
-                volatile uint32_t *counter = item_counter(a, it);
-                bool ready;
-                while (!(ready = *counter >= it.n_splits) && wait)
-                    __nanosleep(100);
-                __threadfence();
-                tail->ready = ready;
+                uint32_t count;
+                do
+                    count = arrived(a, it);
+                while (wait && count < it.n_splits);
+                tail->ready[2] = count >= it.n_splits;
             }
             dn_sync(BAR_ALL, CONSUMERS);
-            bool ready = tail->ready;
-            if (!ready)
+            if (!tail->ready[2])
                 return;
             merge(a, it, min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS), p, t);
         }
@@ -607,53 +701,59 @@ static __device__ __forceinline__ void zero_item(const struct args &a, const str
 static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_rows, uint8_t *memory, uint32_t shared,
                                                struct tail *tail, uint32_t t)
 {
-    uint32_t w = __shfl_sync(0xffffffffu, t / 128, 0), n = 0, merged = blockIdx.x; /* w: in a uniform register */
+    uint32_t w = __shfl_sync(0xffffffffu, t / 128, 0), n = 0, merged = blockIdx.x, turn = 0; /* w: in a uniform register */
     struct cursor c = {0, 0}, cm = {0, 0};
-    struct item it, next;
-    bool more = find_item(a, n_rows, &c, blockIdx.x, &it);
-    if (more && !it.bad)
-        load_q(a, it, shared, t);
+    struct item it, next, prev = {};
+    bool more = find_item(a, n_rows, &c, blockIdx.x, &it), have_prev = false;
+    if (more && !it.bad) {
+        copy_q(a, it, shared, t);
+        finish_q(it, shared, t);
+    }
+    dn_fence_async();
+    dn_sync(BAR_ALL, CONSUMERS);
     while (more) {
         uint32_t heads = min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS);
-        dn_fence_async();
-        dn_sync(BAR_ALL, CONSUMERS); /* Q is there, P is free */
-        uint32_t last = n + it.tile1 - it.tile0 - 1;
+        more = find_item(a, n_rows, &c, it.id + gridDim.x, &next);
+        bool q = more && !next.bad, oldest = have_prev && merged == prev.id;
+        bool poll = oldest && !prev.bad && prev.n_splits > 1;
+        uint32_t count = 0;
         if (it.bad) {
             zero_item(a, it, heads, t);
+            if (q)
+                copy_q(a, next, shared, t);
         } else {
             float o[128];
             struct rows r = {{-INFINITY, -INFINITY}, {0, 0}};
             if (it.format == DN_KV_FP8)
-                tiles<true>(a, it, shared, tail, n, w, t, o, &r);
+                tiles<true>(a, it, shared, tail, n, w, t, o, &r, next, q);
             else
-                tiles<false>(a, it, shared, tail, n, w, t, o, &r);
-            store_item(a, it, shared + TILE_AT + (last & 1) * TILE_BYTES, tail, w, t, heads, o, &r);
-            n = last + 1;
+                tiles<false>(a, it, shared, tail, n, w, t, o, &r, next, q);
+            n += it.tile1 - it.tile0;
+            if (poll && t == 0)
+                count = arrived(a, prev); /* early: the answer takes as long as a store */
+            store_item(a, it, tail, w, t, heads, o, &r);
         }
-        more = find_item(a, n_rows, &c, it.id + gridDim.x, &next);
-        if (more && !next.bad)
-            load_q(a, next, shared, t);
-        if (!it.bad) {
-            if (t < heads)
-                dn_bulk_wait_read();
-            __syncwarp();
-            if (t % 32 == 0)
-                dn_barrier_arrive(dn_shared(&tail->empty[last & 1]));
-            if (it.n_splits > 1) {
-                if (t < heads)
-                    dn_bulk_wait();
-                dn_sync(BAR_ALL, CONSUMERS);
-                if (t == 0) {
-                    __threadfence();
-                    atomicAdd(item_counter(a, it), 1);
-                }
-            }
-        }
-        merge_items(a, n_rows, &cm, &merged, it.id + 1, !more, memory + P_AT, tail, t);
+        if (q)
+            finish_q(next, shared, t);
+        if (t == 0)
+            tail->ready[turn] = count >= prev.n_splits;
+        dn_fence_async();
+        dn_sync(BAR_ALL, CONSUMERS); /* the partial result is written, Q is there */
+        if (t == 0 && !it.bad && it.n_splits > 1)
+            asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(item_counter(a, it)), "r"(2 * it.n_splits - 1)
+                         : "memory");
+        bool ready = poll && tail->ready[turn];
+        turn ^= 1;
+        if (ready)
+            merge(a, prev, min(a.n_heads - prev.head_block * HEADS, (uint32_t)HEADS), memory + P_AT, t);
+        if (oldest && (!poll || ready))
+            merged += gridDim.x;
+        if (!more || (have_prev && merged < prev.id))
+            merge_items(a, n_rows, &cm, &merged, it, !more, memory + P_AT, tail, t);
+        prev = it;
+        have_prev = true;
         it = next;
     }
-    if (t < HEADS)
-        dn_bulk_wait();
 }
 
 static __device__ __forceinline__ void decode(const struct args &a)
@@ -709,6 +809,7 @@ void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p
     a.scale_log2 = p->scale * 1.44269504088896341f;
     a.l = *p->layout;
     a.s = c->step;
+    a.decode = c->kind == DN_STEP_DECODE;
     if (c->arch != 90 || p->latent_dim != DN_MLA_LATENT) {
         struct dn_mla_simple simple = {};
         simple.q = p->q, simple.out = p->out, simple.arena = p->arena;

@@ -533,10 +533,10 @@ void dn_cuda_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p)
         return;
     }
     /* Sequences together have GROUP_PAGES pages, a single one what it has; heads EXPANDED_BYTES, a single one likewise. */
-    uint64_t pages = c->max_pages > GROUP_PAGES ? c->max_pages : GROUP_PAGES;
+    uint64_t pages = c->max_pages > GROUP_PAGES ? c->max_pages : (uint64_t)GROUP_PAGES;
     pages = pages < c->conf.limits.pages ? pages : c->conf.limits.pages;
     uint64_t weights = (uint64_t)p->n_heads * a.n_blocks * LATENT_BLOCKS * DN_MLA_BLOCK;
-    uint64_t per_head = pages * a.n_blocks * DN_MLA_BLOCK, expanded = per_head > EXPANDED_BYTES ? per_head : EXPANDED_BYTES;
+    uint64_t per_head = pages * a.n_blocks * DN_MLA_BLOCK, expanded = per_head > EXPANDED_BYTES ? per_head : (uint64_t)EXPANDED_BYTES;
     expanded = expanded < per_head * p->n_heads ? expanded : per_head * p->n_heads;
     a.weights = (uint8_t *)dn_cuda_workspace(c, weights + pages * GATHERED + expanded);
     a.gathered = a.weights + weights;

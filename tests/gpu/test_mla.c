@@ -735,12 +735,13 @@ Test(mla, bench_decode, .timeout = 60)
     static const uint32_t ctx[] = {1024, 8192, 32768}, batch[] = {1, 8, 16, 32, 64};
     static const char *const format[] = {"bf16", "fp8", "mixed"};
     struct world w;
-    world_open(&w, 10000, BENCH_LAYERS, MAX_SEQS * 512);
+    bool brief = getenv("DN_BENCH_BRIEF") != NULL; /* 8192 tokens alone */
+    world_open(&w, brief ? 2000 : 5000, BENCH_LAYERS, MAX_SEQS * 512);
     w.tags = NULL;
     fill(&w);
     void *dq, *out = gpu_alloc(&w.g, (size_t)MAX_SEQS * 64 * LATENT * 2);
     free(random_acts(&w, (size_t)MAX_SEQS * 64 * WIDTH, 1, &dq));
-    struct ops o = {.w = &w, .which = 1, .repeat = 2 * BENCH_LAYERS, .layers = BENCH_LAYERS,
+    struct ops o = {.w = &w, .which = 1, .repeat = BENCH_LAYERS, .layers = BENCH_LAYERS,
                     .attention = {.q = dq, .n_heads = 64, .latent_dim = LATENT, .rope_dim = ROPE, .scale = 0.1f,
                                   .layout = &w.l, .arena = w.arena, .out = out}};
     struct ops empty = o, write = write_ops(&w, true);
@@ -756,9 +757,9 @@ Test(mla, bench_decode, .timeout = 60)
     write.repeat = o.repeat;
     write.layers = BENCH_LAYERS;
     gpu_prepare(&w.g, 3, run_ops, &write);
-    for (uint32_t c = 0; c < 3; c++)
-        for (uint32_t b = 0; b < 5; b++)
-            for (uint32_t f = 0; f < 3; f++) {
+    for (uint32_t c = brief; c < (brief ? 2 : 3); c++)
+        for (uint32_t b = 0; b < 5; b += brief ? 4 : 1)
+            for (uint32_t f = 0; f < (brief ? 2 : 3); f++) {
                 double bytes;
                 bench_step(&w, batch[b], ctx[c], f, &bytes);
                 double none = gpu_time(&w.g, 2, run_ops, &empty);
@@ -767,7 +768,7 @@ Test(mla, bench_decode, .timeout = 60)
                        bytes / us / 1e6, bytes / us / 4.65e4);
                 fflush(stdout);
             }
-    for (uint32_t b = 0; b < 5; b += 2)
+    for (uint32_t b = 0; b < 5 && !brief; b += 2)
         for (uint32_t f = 0; f < 2; f++) {
             double bytes;
             bench_step(&w, batch[b], 1024, f, &bytes);
@@ -823,6 +824,27 @@ Test(mla, bench_prefill, .timeout = 60)
                        f ? "fp8" : "bf16", nope, v, n, ctx, us, flop / us / 1e6, (flop + more) / us / 1e6);
                 fflush(stdout);
             }
+    }
+    gpu_close(&w.g);
+}
+
+/* One launch of each, eagerly, for a profiler. */
+Test(mla, profile, .timeout = 60)
+{
+    static const uint32_t shape[][3] = {{64, 8192, 0}, {64, 8192, 1}, {1, 1024, 0}, {1, 1024, 1}};
+    struct world w;
+    world_open(&w, 700, 2, MAX_SEQS * 128);
+    w.tags = NULL;
+    fill(&w);
+    void *dq, *out = gpu_alloc(&w.g, (size_t)MAX_SEQS * 64 * LATENT * 2);
+    free(random_acts(&w, (size_t)MAX_SEQS * 64 * WIDTH, 1, &dq));
+    struct ops o = {.w = &w, .which = 1, .repeat = 1,
+                    .attention = {.q = dq, .n_heads = 64, .latent_dim = LATENT, .rope_dim = ROPE, .scale = 0.1f,
+                                  .layout = &w.l, .arena = w.arena, .out = out}};
+    for (uint32_t i = 0; i < 4; i++) {
+        double bytes;
+        bench_step(&w, shape[i][0], shape[i][1], shape[i][2], &bytes);
+        gpu_step(&w.g, 7, run_ops, &o);
     }
     gpu_close(&w.g);
 }

@@ -617,10 +617,10 @@ template <int D> static __global__ void __launch_bounds__(THREADS, 1) gqa_decode
     count_items<D>(a, n_seqs, first); /* and makes the barriers visible */
     dn_start_next();
     if (warp < GQA_WARPS) {
-        gqa_registers_up<216>();
+        gqa_registers_up<208>();
         compute<D>(a, sh, stages, dropped_o, warp, lane);
     } else {
-        gqa_registers_down<72>();
+        gqa_registers_down<88>();
         if (warp == GQA_WARPS)
             load<D>(a, sh, stages, first, n_seqs, lane);
         else if (warp == GQA_WARPS + 1)

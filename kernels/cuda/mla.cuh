@@ -21,8 +21,8 @@ static __device__ __forceinline__ uint32_t dn_mla_swizzled(uint32_t token, uint3
     return token * 128 + ((chunk ^ (token & 7)) << 4);
 }
 
-static __device__ __forceinline__ const uint8_t *dn_mla_page(const struct dn_kv_layout &l, const void *arena, int format,
-                                                             uint32_t page, uint32_t layer)
+static __device__ __forceinline__ const uint8_t *dn_mla_page(const struct dn_kv_layout &l, const void *arena,
+                                                             int format, uint32_t page, uint32_t layer)
 {
     return (const uint8_t *)arena + dn_page_offset(l, format, page) + (uint64_t)layer * l.format[format].layer_bytes;
 }
@@ -33,20 +33,20 @@ static __device__ __forceinline__ float dn_mla_value(const struct dn_kv_layout &
 {
     uint32_t latent = l.latent_dim;
     if (format == DN_KV_BF16)
-        return __bfloat162float(*(const __nv_bfloat16 *)(page + i / 64 * DN_MLA_BLOCK +
-                                                         dn_mla_swizzled(token, i % 64 / 8) + i % 8 * 2));
+        return __bfloat162float(
+            *(const __nv_bfloat16 *)(page + i / 64 * DN_MLA_BLOCK + dn_mla_swizzled(token, i % 64 / 8) + i % 8 * 2));
     if (i >= latent) {
         i -= latent;
-        return __bfloat162float(*(const __nv_bfloat16 *)(page + l.format[DN_KV_FP8].v_offset +
-                                                         dn_mla_swizzled(token, i / 8) + i % 8 * 2));
+        return __bfloat162float(
+            *(const __nv_bfloat16 *)(page + l.format[DN_KV_FP8].v_offset + dn_mla_swizzled(token, i / 8) + i % 8 * 2));
     }
     __half_raw h = __nv_cvt_fp8_to_halfraw(page[i / 16 * 1024 + token * 16 + i % 16], __NV_E4M3);
     return __half2float(h) * *(const float *)(page + l.format[DN_KV_FP8].k_scale_offset + token * 4);
 }
 
-/* A row (token) of a step reads ceil((position + 1) / 64) tiles in this many splits: of its own length alone, so that its
- * bits don't depend on its company. Split j is tiles [j * tiles / n, (j + 1) * tiles / n). A split costs a partial result
- * of 64 KB, written and read; a lone sequence wants many. */
+/* A row (token) of a step reads ceil((position + 1) / 64) tiles in this many splits: of its own length alone, so that
+ * its bits don't depend on its company. Split j is tiles [j * tiles / n, (j + 1) * tiles / n). A split costs a partial
+ * result of 64 KB, written and read; a lone sequence wants many. */
 enum { DN_MLA_MAX_SPLITS = 128 };
 static __host__ __device__ __forceinline__ uint32_t dn_mla_splits(uint32_t tiles)
 {

@@ -2,18 +2,18 @@
  * out[t][h] = softmax(scale * q[t][h] . K[h][0..position[t]]) V[h].
  *
  * Kernels, for some sequences at a time and then for some heads at a time, as the workspace has room:
- *   unpack  W_k, W_v of all heads to bf16 blocks [64 outputs][64 k] (swizzled, wgmma.cuh), a head's K outputs, then its V's
- *   gather  the cache: latents and rope keys as 9 blocks [64 tokens][64] a page, FP8 times its scale in bf16; tokens beyond
- *           the sequence's length are zeros (stale pages may hold NaN, and 0 * NaN is NaN)
- *   expand  blocks [64 tokens][64] of K and V for each (head, page): 128 tokens x 128 outputs, k = 512. Two warpgroups, one a
- *           page; a producer thread copies blocks of 64 k, four stages of 32 KB
- *   flash   128 rows of one sequence and head against tiles of 128 tokens. Two warpgroups of 64 rows; S = Q K^T (m64n128k16),
- *           online softmax in registers, O += P V with P from registers; Q K^T of the next tile is issued before P V of this.
- * Pages are numbered as in the step's page[]: the page index is where a block lies, whatever sequence it is of.
+ *   unpack  W_k, W_v of all heads to bf16 blocks [64 outputs][64 k] (swizzled, wgmma.cuh), a head's K outputs, then its
+ * V's gather  the cache: latents and rope keys as 9 blocks [64 tokens][64] a page, FP8 times its scale in bf16; tokens
+ * beyond the sequence's length are zeros (stale pages may hold NaN, and 0 * NaN is NaN) expand  blocks [64 tokens][64]
+ * of K and V for each (head, page): 128 tokens x 128 outputs, k = 512. Two warpgroups, one a page; a producer thread
+ * copies blocks of 64 k, four stages of 32 KB flash   128 rows of one sequence and head against tiles of 128 tokens.
+ * Two warpgroups of 64 rows; S = Q K^T (m64n128k16), online softmax in registers, O += P V with P from registers; Q K^T
+ * of the next tile is issued before P V of this. Pages are numbered as in the step's page[]: the page index is where a
+ * block lies, whatever sequence it is of.
  *
  * A row's bits depend on its own inputs alone: tiles count from position 0, and a tile beyond a row's position changes
- * nothing (P = 0, factor 1). Work: 2 (nope + rope + v) FLOP a row, position and head; expanding 2 * 512 (nope + v) a token of
- * context and head.
+ * nothing (P = 0, factor 1). Work: 2 (nope + rope + v) FLOP a row, position and head; expanding 2 * 512 (nope + v) a
+ * token of context and head.
  */
 #include "kernels/cuda/mla.cuh"
 #include "kernels/cuda/weights.cuh"
@@ -31,7 +31,7 @@ enum {
     EXPAND_BYTES = EXPAND_STAGES * EXPAND_STAGE + 2 * TILE_BLOCK + 128, /* shared memory */
     FLASH_128_BYTES = (3 + 2 * (3 + 2)) * TILE_BLOCK + 128,
     FLASH_256_BYTES = (4 + 2 * (4 + 4) / 2) * TILE_BLOCK + 128,
-    GROUP_PAGES = 2048,      /* of sequences taken together */
+    GROUP_PAGES = 2048, /* of sequences taken together */
     EXPANDED_BYTES = 256 << 20,
 };
 
@@ -42,12 +42,12 @@ struct args {
     const void *arena;
     const __nv_bfloat16 *q;
     __nv_bfloat16 *out;
-    uint8_t *weights;  /* [heads][blocks][8 k][64][64] */
-    uint8_t *gathered; /* [page][9][64][64] */
-    uint8_t *expanded; /* [heads of the pass][page][blocks][64][64] */
+    uint8_t *weights;                                   /* [heads][blocks][8 k][64][64] */
+    uint8_t *gathered;                                  /* [page][9][64][64] */
+    uint8_t *expanded;                                  /* [heads of the pass][page][blocks][64][64] */
     uint32_t layer, n_heads, nope_dim, v_dim, n_blocks; /* blocks: (nope + v) / 64 */
-    uint32_t seq0, seq1, page0, n_pages;                 /* pages of these sequences, from page[page0] */
-    uint32_t head0, n_pass_heads, n_tiles;               /* tiles of rows, for all of these sequences */
+    uint32_t seq0, seq1, page0, n_pages;                /* pages of these sequences, from page[page0] */
+    uint32_t head0, n_pass_heads, n_tiles;              /* tiles of rows, for all of these sequences */
     float scale_log2;
 };
 
@@ -101,7 +101,8 @@ static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constan
     const uint8_t *page = tokens ? dn_mla_page(a.l, a.arena, f, a.s.page[index], a.layer) : NULL;
     uint8_t *to = a.gathered + (size_t)blockIdx.x * GATHERED;
     for (uint32_t i = t; i < GATHERED / 16; i += 256) {
-        uint32_t block = i / 512, token = i % 512 / 8, chunk = i % 8; /* where it lies: chunk ^ (token & 7) of the row */
+        uint32_t block = i / 512, token = i % 512 / 8,
+                 chunk = i % 8; /* where it lies: chunk ^ (token & 7) of the row */
         uint4 v = make_uint4(0, 0, 0, 0);
         if (token < tokens) {
             if (f == DN_KV_BF16) {
@@ -113,7 +114,8 @@ static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constan
                 float x[8];
                 for (uint32_t k = 0; k < 8; k++)
                     x[k] = dn_mla_value(a.l, page, f, token, column + k);
-                v = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
+                v = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]),
+                               bf16_pair(x[6], x[7]));
             }
         }
         *(uint4 *)(to + i * 16) = v;
@@ -235,8 +237,8 @@ template <int NOPE, int V, int N, int STAGES> struct plan {
 };
 
 template <int NOPE, int V, int N, int STAGES>
-static __device__ __forceinline__ void produce(const struct args &a, const struct rows &r, uint32_t head, uint32_t n_tiles,
-                                               uint32_t k_at, uint32_t v_at, uint32_t bars)
+static __device__ __forceinline__ void produce(const struct args &a, const struct rows &r, uint32_t head,
+                                               uint32_t n_tiles, uint32_t k_at, uint32_t v_at, uint32_t bars)
 {
     using P = plan<NOPE, V, N, STAGES>;
     const uint8_t *expanded = a.expanded + ((size_t)head * a.n_pages + r.page0) * a.n_blocks * DN_MLA_BLOCK;
@@ -247,7 +249,8 @@ static __device__ __forceinline__ void produce(const struct args &a, const struc
         dn_barrier_wait(k_full + 32, parity);
         dn_barrier_expect(k_full, P::k);
         for (uint32_t half = 0; half < N / 64; half++) {
-            uint32_t page = min(N / 64 * j + half, r.n_pages - 1); /* one that isn't there: another, finite; it is masked */
+            uint32_t page =
+                min(N / 64 * j + half, r.n_pages - 1); /* one that isn't there: another, finite; it is masked */
             for (uint32_t i = 0; i + 1 < P::KB; i++)
                 dn_bulk_copy(k + i * P::block + half * DN_MLA_BLOCK,
                              expanded + ((size_t)page * a.n_blocks + i) * DN_MLA_BLOCK, DN_MLA_BLOCK, k_full);
@@ -260,7 +263,8 @@ static __device__ __forceinline__ void produce(const struct args &a, const struc
             uint32_t page = min(N / 64 * j + half, r.n_pages - 1);
             for (uint32_t i = 0; i < P::VB; i++)
                 dn_bulk_copy(v + i * P::block + half * DN_MLA_BLOCK,
-                             expanded + ((size_t)page * a.n_blocks + NOPE / 64 + i) * DN_MLA_BLOCK, DN_MLA_BLOCK, v_full);
+                             expanded + ((size_t)page * a.n_blocks + NOPE / 64 + i) * DN_MLA_BLOCK, DN_MLA_BLOCK,
+                             v_full);
         }
     }
 }
@@ -351,8 +355,9 @@ static __device__ __forceinline__ void load_q(const struct args &a, const struct
 }
 
 template <int NOPE, int V, int N, int STAGES>
-static __device__ __forceinline__ void consume(const struct args &a, const struct rows &r, uint32_t head, uint32_t n_tiles,
-                                               uint32_t q, uint32_t k_at, uint32_t v_at, uint32_t bars)
+static __device__ __forceinline__ void consume(const struct args &a, const struct rows &r, uint32_t head,
+                                               uint32_t n_tiles, uint32_t q, uint32_t k_at, uint32_t v_at,
+                                               uint32_t bars)
 {
     using P = plan<NOPE, V, N, STAGES>;
     uint32_t w = threadIdx.x / 128, t = threadIdx.x % 128, lane = t % 32, row = w * 64 + t / 32 * 16 + lane / 4;
@@ -415,7 +420,8 @@ template <int NOPE, int V, int N, int STAGES> static __device__ __forceinline__ 
     extern __shared__ __align__(1024) uint8_t memory[];
     uint32_t q = dn_shared(memory), k_at = q + P::q, v_at = k_at + STAGES * P::k, bars = v_at + STAGES * P::v;
     uint32_t t = threadIdx.x, head = blockIdx.y;
-    static_assert(P::q + STAGES * (P::k + P::v) + 128 == (V == 128 ? FLASH_128_BYTES : FLASH_256_BYTES), "shared memory");
+    static_assert(P::q + STAGES * (P::k + P::v) + 128 == (V == 128 ? FLASH_128_BYTES : FLASH_256_BYTES),
+                  "shared memory");
     if (t == 0) {
         for (uint32_t i = 0; i < 8; i++)
             dn_barrier_init(bars + 8 * i, i < 4 ? 1 : CONSUMERS / 32);
@@ -489,12 +495,14 @@ static void launch_group(struct dn_cuda *c, struct args *a, const struct dn_step
     for (uint32_t h = 0; h < a->n_heads; h += (uint32_t)most) {
         a->head0 = h;
         a->n_pass_heads = (uint32_t)(a->n_heads - h < most ? a->n_heads - h : most);
-        dn_launch(c, "mla_prefill", expand_kernel,
-                  dim3((a->n_pass_heads * a->n_blocks + 1) / 2, (a->n_pages + 1) / 2), dim3(THREADS), EXPAND_BYTES, *a);
+        dn_launch(c, "mla_prefill", expand_kernel, dim3((a->n_pass_heads * a->n_blocks + 1) / 2, (a->n_pages + 1) / 2),
+                  dim3(THREADS), EXPAND_BYTES, *a);
         if (a->v_dim == 128)
-            dn_launch(c, "mla_prefill", flash_128, dim3(a->n_tiles, a->n_pass_heads), dim3(THREADS), FLASH_128_BYTES, *a);
+            dn_launch(c, "mla_prefill", flash_128, dim3(a->n_tiles, a->n_pass_heads), dim3(THREADS), FLASH_128_BYTES,
+                      *a);
         else
-            dn_launch(c, "mla_prefill", flash_256, dim3(a->n_tiles, a->n_pass_heads), dim3(THREADS), FLASH_256_BYTES, *a);
+            dn_launch(c, "mla_prefill", flash_256, dim3(a->n_tiles, a->n_pass_heads), dim3(THREADS), FLASH_256_BYTES,
+                      *a);
     }
 }
 
@@ -532,11 +540,13 @@ void dn_cuda_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p)
         dn_cuda_mla_simple(c, &simple, "mla_prefill");
         return;
     }
-    /* Sequences together have GROUP_PAGES pages, a single one what it has; heads EXPANDED_BYTES, a single one likewise. */
+    /* Sequences together have GROUP_PAGES pages, a single one what it has; heads EXPANDED_BYTES, a single one likewise.
+     */
     uint64_t pages = c->max_pages > GROUP_PAGES ? c->max_pages : (uint64_t)GROUP_PAGES;
     pages = pages < c->conf.limits.pages ? pages : c->conf.limits.pages;
     uint64_t weights = (uint64_t)p->n_heads * a.n_blocks * LATENT_BLOCKS * DN_MLA_BLOCK;
-    uint64_t per_head = pages * a.n_blocks * DN_MLA_BLOCK, expanded = per_head > EXPANDED_BYTES ? per_head : (uint64_t)EXPANDED_BYTES;
+    uint64_t per_head = pages * a.n_blocks * DN_MLA_BLOCK,
+             expanded = per_head > EXPANDED_BYTES ? per_head : (uint64_t)EXPANDED_BYTES;
     expanded = expanded < per_head * p->n_heads ? expanded : per_head * p->n_heads;
     a.weights = (uint8_t *)dn_cuda_workspace(c, weights + pages * GATHERED + expanded);
     a.gathered = a.weights + weights;

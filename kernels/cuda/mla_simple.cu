@@ -1,15 +1,16 @@
-/* MLA without assumptions: any GPU, any latent of a multiple of 64 up to 512, any head sizes. Slow: what is asked of it is to be
- * right where the tuned kernels don't exist, for small models and other GPUs.
+/* MLA without assumptions: any GPU, any latent of a multiple of 64 up to 512, any head sizes. Slow: what is asked of it
+ * is to be right where the tuned kernels don't exist, for small models and other GPUs.
  *
- * A block has one row and head. Un-absorbed queries are first taken to the latent space, q~ = q_nope W_k, and the result is
- * taken back by W_v: the same numbers in another order. Thread t scores token t of each 128 and sums columns t, t + 128, ...
+ * A block has one row and head. Un-absorbed queries are first taken to the latent space, q~ = q_nope W_k, and the
+ * result is taken back by W_v: the same numbers in another order. Thread t scores token t of each 128 and sums columns
+ * t, t + 128, ...
  */
 #include "kernels/cuda/mla.cuh"
 
 enum { THREADS = 128, COLUMNS = DN_MLA_LATENT / THREADS };
 
-static __global__ void __launch_bounds__(THREADS) simple_kernel(const __grid_constant__ struct dn_mla_simple a,
-                                                                const __grid_constant__ struct dn_cuda_step s)
+static __global__ void __launch_bounds__(THREADS)
+    simple_kernel(const __grid_constant__ struct dn_mla_simple a, const __grid_constant__ struct dn_cuda_step s)
 {
     __shared__ float q[DN_MLA_LATENT + DN_MLA_ROPE], p[THREADS], red[THREADS / 32];
     uint32_t t = threadIdx.x, row = blockIdx.x, head = blockIdx.y;

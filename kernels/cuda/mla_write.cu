@@ -2,8 +2,9 @@
  *
  *   c = kv[0..latent) * rsqrt(mean(kv^2) + eps) * kv_norm; pairs (a, b) -> (a cos - b sin, b cos + a sin).
  *
- * One block a token. Warp 0: lane i has latent values 16i..16i+15 (one FP8 unit, two BF16 chunks) and rope pair i. The other
- * warps rotate query heads, lane i pair i. Floor: 1152 bytes read and 1152 or 644 written a token, 256 bytes a head.
+ * One block a token. Warp 0: lane i has latent values 16i..16i+15 (one FP8 unit, two BF16 chunks) and rope pair i. The
+ * other warps rotate query heads, lane i pair i. Floor: 1152 bytes read and 1152 or 644 written a token, 256 bytes a
+ * head.
  */
 #include "kernels/cuda/mla.cuh"
 
@@ -31,9 +32,10 @@ static __device__ __forceinline__ uint32_t bf16_pair(float a, float b)
     return *(uint32_t *)&v;
 }
 
-/* The rule of kernels/cpu's encode_fp8(): scale = amax / 448, 0 if amax is (nearly) 0, NaN if any is NaN; an infinity counts
- * as the largest finite number. */
-static __device__ __forceinline__ void encode_fp8(const float *x, uint8_t *unit, float *scale, bool active, uint32_t lane)
+/* The rule of kernels/cpu's encode_fp8(): scale = amax / 448, 0 if amax is (nearly) 0, NaN if any is NaN; an infinity
+ * counts as the largest finite number. */
+static __device__ __forceinline__ void encode_fp8(const float *x, uint8_t *unit, float *scale, bool active,
+                                                  uint32_t lane)
 {
     uint32_t top = 0;
     for (int i = 0; i < 16; i++)
@@ -45,7 +47,8 @@ static __device__ __forceinline__ void encode_fp8(const float *x, uint8_t *unit,
     float inv = zero ? 0.0f : 448.0f / amax;
     uint32_t code[4];
     for (int i = 0; i < 4; i++) {
-        uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(x[4 * i] * inv, x[4 * i + 1] * inv), __NV_SATFINITE, __NV_E4M3);
+        uint32_t lo =
+            __nv_cvt_float2_to_fp8x2(make_float2(x[4 * i] * inv, x[4 * i + 1] * inv), __NV_SATFINITE, __NV_E4M3);
         uint32_t hi =
             __nv_cvt_float2_to_fp8x2(make_float2(x[4 * i + 2] * inv, x[4 * i + 3] * inv), __NV_SATFINITE, __NV_E4M3);
         code[i] = lo | hi << 16;
@@ -84,8 +87,8 @@ static __device__ void write_token(const struct args &a, uint32_t t, uint32_t po
     } else if (active) {
         for (uint32_t half = 0; half < 2; half++) {
             const float *y = x + 8 * half;
-            *(uint4 *)(page + lane / 4 * DN_MLA_BLOCK + dn_mla_swizzled(token, lane % 4 * 2 + half)) = make_uint4(
-                bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
+            *(uint4 *)(page + lane / 4 * DN_MLA_BLOCK + dn_mla_swizzled(token, lane % 4 * 2 + half)) =
+                make_uint4(bf16_pair(y[0], y[1]), bf16_pair(y[2], y[3]), bf16_pair(y[4], y[5]), bf16_pair(y[6], y[7]));
         }
     }
     const __nv_bfloat16 *k = kv + p.latent_dim;

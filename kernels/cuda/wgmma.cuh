@@ -3,8 +3,8 @@
  * For: the MLA kernels. Everything here exists only when compiled for sm_90a (DN_HOPPER is 1 then).
  *
  * Shared-memory operands are blocks of rows of 128 bytes in the 128-byte swizzle: the 16-byte chunk c of row r lies at
- * chunk c ^ (r & 7). Blocks begin on 1024 bytes. "K-major": a row is one row of A or one column of B, 64 values of k in it.
- * "MN-major": a row is one k with 64 values of n.
+ * chunk c ^ (r & 7). Blocks begin on 1024 bytes. "K-major": a row is one row of A or one column of B, 64 values of k in
+ * it. "MN-major": a row is one k with 64 values of n.
  */
 #ifndef DN_KERNELS_CUDA_WGMMA_CUH
 #define DN_KERNELS_CUDA_WGMMA_CUH
@@ -24,7 +24,8 @@ static __device__ __forceinline__ uint32_t dn_shared(const void *p)
 
 #if DN_HOPPER
 
-/* lead: from 64 values of n to the next 64 (MN-major; ignored for K-major). stride: from 8 rows to the next 8. In bytes. */
+/* lead: from 64 values of n to the next 64 (MN-major; ignored for K-major). stride: from 8 rows to the next 8. In
+ * bytes. */
 static __device__ __forceinline__ uint64_t dn_wgmma_operand(uint32_t address, uint32_t lead, uint32_t stride)
 {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(lead >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
@@ -44,8 +45,8 @@ template <int pending> static __device__ __forceinline__ void dn_wgmma_wait()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-/* Generic accesses to shared memory before, asynchronous ones after. Named: without shared::cta it is a fence of the whole GPU,
- * about a microsecond. */
+/* Generic accesses to shared memory before, asynchronous ones after. Named: without shared::cta it is a fence of the
+ * whole GPU, about a microsecond. */
 static __device__ __forceinline__ void dn_fence_async()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -93,10 +94,11 @@ static __device__ __forceinline__ uint64_t dn_policy_evict_first()
 static __device__ __forceinline__ void dn_bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                                                     uint64_t policy)
 {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
-                 "%4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
 }
 /* Into the L2 cache alone. */
 static __device__ __forceinline__ void dn_bulk_prefetch(const void *from, uint32_t bytes)

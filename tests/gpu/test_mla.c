@@ -3,19 +3,27 @@
  * Tokens go into pages through mla_write() and the oracle reads them back from there (the layout of mla.cuh, written
  * down here a second time), so that attention is compared on exact contents. Bounds, A = sum of p |c|:
  *   write: bf16 2^-8, e4m3 2^-4 relative and 2^-10 of the scale absolute, f32 sums 1e-5.
- *   attention: 2^-8 each for the output, P and partial results, a score's error d changes p by 2d: d = scale * sum |q||k| *
- *   64 * 2^-24 for sums in f32, and in FP8 2^-11 of the rope part, which is kept in f16.
+ *   attention: 2^-8 each for the output, P and partial results, a score's error d changes p by 2d: d = scale * sum
+ * |q||k| * 64 * 2^-24 for sums in f32, and in FP8 2^-11 of the rope part, which is kept in f16.
  */
 #include "gpu/gpu.h"
 
-enum { LATENT = 512, ROPE = 64, WIDTH = LATENT + ROPE, PAGE = 64, MAX_SEQS = 64, TOKENS = 4096, MAX_POSITION = 1 << 15 };
+enum {
+    LATENT = 512,
+    ROPE = 64,
+    WIDTH = LATENT + ROPE,
+    PAGE = 64,
+    MAX_SEQS = 64,
+    TOKENS = 4096,
+    MAX_POSITION = 1 << 15
+};
 
 struct seq {
     uint32_t n; /* tokens */
     enum dn_kv_format format;
     uint32_t *page;
-    uint16_t *kv;    /* [n][WIDTH] as projected, bf16 */
-    float *content;  /* [n][WIDTH] as stored */
+    uint16_t *kv;   /* [n][WIDTH] as projected, bf16 */
+    float *content; /* [n][WIDTH] as stored */
     bool bad;
 };
 struct world {
@@ -51,7 +59,8 @@ static float stored(const struct dn_kv_layout *l, const uint8_t *page, enum dn_k
 }
 static uint64_t page_at(const struct world *w, const struct seq *s, uint32_t index)
 {
-    return dn_kv_page_offset(&w->l, s->format, s->page[index]) + (uint64_t)w->layer * w->l.format[s->format].layer_bytes;
+    return dn_kv_page_offset(&w->l, s->format, s->page[index]) +
+           (uint64_t)w->layer * w->l.format[s->format].layer_bytes;
 }
 
 /* ---- A world of sequences ---- */
@@ -216,7 +225,8 @@ static void normed(const struct world *w, const struct seq *s, uint32_t token, b
         out[i] = bf16_to_f32(x[i]) * inv * w->norm[i];
     for (int i = 0; i < ROPE / 2; i++) {
         int a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + ROPE / 2;
-        double c = w->rope[((size_t)token * ROPE / 2 + (size_t)i) * 2], n = w->rope[((size_t)token * ROPE / 2 + (size_t)i) * 2 + 1];
+        double c = w->rope[((size_t)token * ROPE / 2 + (size_t)i) * 2],
+               n = w->rope[((size_t)token * ROPE / 2 + (size_t)i) * 2 + 1];
         double u = bf16_to_f32(x[LATENT + a]), v = bf16_to_f32(x[LATENT + b]);
         out[LATENT + a] = u * c - v * n;
         out[LATENT + b] = v * c + u * n;
@@ -260,8 +270,8 @@ static void check_content(const struct world *w, uint32_t i)
             top = fmax(top, fabs(x[k]));
         for (int k = 0; k < WIDTH; k++)
             bound[(size_t)n * WIDTH + (size_t)k] = s->format == DN_KV_FP8 && k < LATENT
-                                               ? fabs(x[k]) * (0x1p-4 + 1e-5) + top / 448 * 0x1.01p-10
-                                               : fabs(x[k]) * 0x1.01p-8 + 1e-5;
+                                                       ? fabs(x[k]) * (0x1p-4 + 1e-5) + top / 448 * 0x1.01p-10
+                                                       : fabs(x[k]) * 0x1.01p-8 + 1e-5;
     }
     char what[64];
     snprintf(what, sizeof what, "write %s %u", dn_kv_format_name(s->format), s->n);
@@ -342,9 +352,18 @@ static void check_decode(struct world *w, uint32_t heads, uint32_t list)
     size_t row = (size_t)heads * LATENT;
     void *dq, *out = gpu_alloc(&w->g, MAX_SEQS * row * 2);
     float *q = random_acts(w, (size_t)n * heads * WIDTH, 1, &dq);
-    struct ops o = {.w = w, .which = 1, .repeat = 1,
-                    .attention = {.q = dq, .n_heads = heads, .latent_dim = LATENT, .rope_dim = ROPE, .scale = 0.1f,
-                                  .layout = &w->l, .arena = w->arena, .layer = w->layer, .out = out}};
+    struct ops o = {.w = w,
+                    .which = 1,
+                    .repeat = 1,
+                    .attention = {.q = dq,
+                                  .n_heads = heads,
+                                  .latent_dim = LATENT,
+                                  .rope_dim = ROPE,
+                                  .scale = 0.1f,
+                                  .layout = &w->l,
+                                  .arena = w->arena,
+                                  .layer = w->layer,
+                                  .out = out}};
     gpu_prepare(&w->g, list, run_ops, &o);
     for (uint32_t i = 0; i < n; i++) {
         which[i] = i;
@@ -382,8 +401,8 @@ static void check_decode(struct world *w, uint32_t heads, uint32_t list)
         size_t k = 0;
         while (k < row && again[k] == got[i * row + k])
             k++;
-        cr_expect(k == row, "heads %u: sequence %u (%u tokens) alone differs at %zu: %g, was %g", heads, i, w->seq[i].n, k,
-                  k < row ? bf16_to_f32(again[k]) : 0, k < row ? bf16_to_f32(got[i * row + k]) : 0);
+        cr_expect(k == row, "heads %u: sequence %u (%u tokens) alone differs at %zu: %g, was %g", heads, i, w->seq[i].n,
+                  k, k < row ? bf16_to_f32(again[k]) : 0, k < row ? bf16_to_f32(got[i * row + k]) : 0);
         free(h);
     }
     w->g.ops->free(w->g.d, dq);
@@ -409,9 +428,18 @@ static void check_chunks(struct world *w, uint32_t heads, uint32_t list)
     size_t row = (size_t)heads * LATENT;
     void *dq, *out = gpu_alloc(&w->g, tokens * row * 2);
     float *q = random_acts(w, (size_t)tokens * heads * WIDTH, 1, &dq);
-    struct ops o = {.w = w, .which = 1, .repeat = 1,
-                    .attention = {.q = dq, .n_heads = heads, .latent_dim = LATENT, .rope_dim = ROPE, .scale = 0.1f,
-                                  .layout = &w->l, .arena = w->arena, .layer = w->layer, .out = out}};
+    struct ops o = {.w = w,
+                    .which = 1,
+                    .repeat = 1,
+                    .attention = {.q = dq,
+                                  .n_heads = heads,
+                                  .latent_dim = LATENT,
+                                  .rope_dim = ROPE,
+                                  .scale = 0.1f,
+                                  .layout = &w->l,
+                                  .arena = w->arena,
+                                  .layer = w->layer,
+                                  .out = out}};
     gpu_poison(&w->g, out, tokens * row * 2);
     set_step(w, DN_STEP_PREFILL, n, which, first, end);
     gpu_step(&w->g, list, run_ops, &o);
@@ -501,8 +529,8 @@ static void projection_open(struct world *w, struct projection *p, uint32_t head
     p->values = pack_random(w, &p->w_v);
 }
 
-/* One row and head in float64, in the latent space, which is the same in exact numbers. Bounds: K and V are rounded to bf16
- * (2^-8 of each score's terms and of each value), so are FP8's contents; P and the output too. */
+/* One row and head in float64, in the latent space, which is the same in exact numbers. Bounds: K and V are rounded to
+ * bf16 (2^-8 of each score's terms and of each value), so are FP8's contents; P and the output too. */
 static void oracle_prefill(const struct projection *p, const struct seq *s, uint32_t n, const float *q, uint32_t head,
                            double scale, double *out, double *bound)
 {
@@ -566,10 +594,22 @@ static void check_prefill(struct world *w, uint32_t heads, uint32_t nope, uint32
     size_t row = (size_t)heads * v;
     void *dq, *out = gpu_alloc(&w->g, tokens * row * 2);
     float *q = random_acts(w, (size_t)tokens * heads * width, 1, &dq);
-    struct ops o = {.w = w, .which = 2, .repeat = 1,
-                    .prefill = {.q = dq, .w_k = &p.w_k, .w_v = &p.w_v, .n_heads = heads, .nope_dim = nope,
-                                .rope_dim = ROPE, .v_dim = v, .latent_dim = LATENT, .scale = 0.15f, .layout = &w->l,
-                                .arena = w->arena, .layer = w->layer, .out = out}};
+    struct ops o = {.w = w,
+                    .which = 2,
+                    .repeat = 1,
+                    .prefill = {.q = dq,
+                                .w_k = &p.w_k,
+                                .w_v = &p.w_v,
+                                .n_heads = heads,
+                                .nope_dim = nope,
+                                .rope_dim = ROPE,
+                                .v_dim = v,
+                                .latent_dim = LATENT,
+                                .scale = 0.15f,
+                                .layout = &w->l,
+                                .arena = w->arena,
+                                .layer = w->layer,
+                                .out = out}};
     gpu_prepare(&w->g, list, run_ops, &o);
     gpu_poison(&w->g, out, tokens * row * 2);
     set_step(w, DN_STEP_PREFILL, n, which, first, end);
@@ -593,7 +633,8 @@ static void check_prefill(struct world *w, uint32_t heads, uint32_t nope, uint32
                            bound + (size_t)k * v);
             k++;
         }
-        snprintf(what, sizeof what, "prefill %s %u heads %u+%u ctx %u", dn_kv_format_name(s->format), heads, nope, v, end[i]);
+        snprintf(what, sizeof what, "prefill %s %u heads %u+%u ctx %u", dn_kv_format_name(s->format), heads, nope, v,
+                 end[i]);
         if (k)
             gpu_expect(what, got, want, bound, (size_t)k * v, v);
     }
@@ -610,8 +651,8 @@ static void check_prefill(struct world *w, uint32_t heads, uint32_t nope, uint32
         size_t wrong = 0;
         for (size_t k = 0; k < last * row; k++)
             wrong += again[k] != x[(t + rows - last) * row + k];
-        cr_expect(wrong == 0, "prefill heads %u: sequence %u (%u tokens) alone: %zu of %zu values differ", heads, i, end[i],
-                  wrong, last * row);
+        cr_expect(wrong == 0, "prefill heads %u: sequence %u (%u tokens) alone: %zu of %zu values differ", heads, i,
+                  end[i], wrong, last * row);
         free(again);
         free(h);
         t += rows;
@@ -741,9 +782,18 @@ Test(mla, bench_decode, .timeout = 60)
     fill(&w);
     void *dq, *out = gpu_alloc(&w.g, (size_t)MAX_SEQS * 64 * LATENT * 2);
     free(random_acts(&w, (size_t)MAX_SEQS * 64 * WIDTH, 1, &dq));
-    struct ops o = {.w = &w, .which = 1, .repeat = BENCH_LAYERS, .layers = BENCH_LAYERS,
-                    .attention = {.q = dq, .n_heads = 64, .latent_dim = LATENT, .rope_dim = ROPE, .scale = 0.1f,
-                                  .layout = &w.l, .arena = w.arena, .out = out}};
+    struct ops o = {.w = &w,
+                    .which = 1,
+                    .repeat = BENCH_LAYERS,
+                    .layers = BENCH_LAYERS,
+                    .attention = {.q = dq,
+                                  .n_heads = 64,
+                                  .latent_dim = LATENT,
+                                  .rope_dim = ROPE,
+                                  .scale = 0.1f,
+                                  .layout = &w.l,
+                                  .arena = w.arena,
+                                  .out = out}};
     struct ops empty = o, write = write_ops(&w, true);
     empty.repeat = 0;
     gpu_prepare(&w.g, 1, run_ops, &o);
@@ -779,7 +829,8 @@ Test(mla, bench_decode, .timeout = 60)
     gpu_close(&w.g);
 }
 
-/* One sequence's chunk of `n` tokens at the end of `ctx`; FLOP of the causal attention, and of expanding the context. */
+/* One sequence's chunk of `n` tokens at the end of `ctx`; FLOP of the causal attention, and of expanding the context.
+ */
 Test(mla, bench_prefill, .timeout = 60)
 {
     static const uint32_t shape[][2] = {{2048, 2048}, {4096, 8192}};
@@ -794,10 +845,21 @@ Test(mla, bench_prefill, .timeout = 60)
         projection_open(&w, &p, 64, nope, v);
         void *dq, *out = gpu_alloc(&w.g, (size_t)TOKENS * 64 * v * 2);
         free(random_acts(&w, (size_t)TOKENS * 64 * (nope + ROPE), 1, &dq));
-        struct ops o = {.w = &w, .which = 2, .repeat = 1,
-                        .prefill = {.q = dq, .w_k = &p.w_k, .w_v = &p.w_v, .n_heads = 64, .nope_dim = nope,
-                                    .rope_dim = ROPE, .v_dim = v, .latent_dim = LATENT, .scale = 0.15f,
-                                    .layout = &w.l, .arena = w.arena, .out = out}};
+        struct ops o = {.w = &w,
+                        .which = 2,
+                        .repeat = 1,
+                        .prefill = {.q = dq,
+                                    .w_k = &p.w_k,
+                                    .w_v = &p.w_v,
+                                    .n_heads = 64,
+                                    .nope_dim = nope,
+                                    .rope_dim = ROPE,
+                                    .v_dim = v,
+                                    .latent_dim = LATENT,
+                                    .scale = 0.15f,
+                                    .layout = &w.l,
+                                    .arena = w.arena,
+                                    .out = out}};
         struct ops empty = o;
         empty.repeat = 0;
         gpu_prepare(&w.g, 1 + 2 * d, run_ops, &o);
@@ -838,9 +900,17 @@ Test(mla, profile, .timeout = 60)
     fill(&w);
     void *dq, *out = gpu_alloc(&w.g, (size_t)MAX_SEQS * 64 * LATENT * 2);
     free(random_acts(&w, (size_t)MAX_SEQS * 64 * WIDTH, 1, &dq));
-    struct ops o = {.w = &w, .which = 1, .repeat = 1,
-                    .attention = {.q = dq, .n_heads = 64, .latent_dim = LATENT, .rope_dim = ROPE, .scale = 0.1f,
-                                  .layout = &w.l, .arena = w.arena, .out = out}};
+    struct ops o = {.w = &w,
+                    .which = 1,
+                    .repeat = 1,
+                    .attention = {.q = dq,
+                                  .n_heads = 64,
+                                  .latent_dim = LATENT,
+                                  .rope_dim = ROPE,
+                                  .scale = 0.1f,
+                                  .layout = &w.l,
+                                  .arena = w.arena,
+                                  .out = out}};
     for (uint32_t i = 0; i < 4; i++) {
         double bytes;
         bench_step(&w, shape[i][0], shape[i][1], shape[i][2], &bytes);

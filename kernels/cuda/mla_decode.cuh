@@ -1,0 +1,308 @@
+/* The decode kernel's work and its producers: how items are found, how their tiles come into shared memory.
+ * mla_decode.cu says how it fits together; nobody else includes this.
+ */
+#ifndef DN_KERNELS_CUDA_MLA_DECODE_CUH
+#define DN_KERNELS_CUDA_MLA_DECODE_CUH
+
+#include "kernels/cuda/mla.cuh"
+#include "kernels/cuda/wgmma.cuh"
+
+enum {
+    HEADS = 64,
+    BLOCKS = DN_MLA_LATENT / 64 + 1, /* of 64 columns, in a tile and in Q */
+    TILE_BYTES = BLOCKS * DN_MLA_BLOCK,
+    FP8_BYTES = DN_MLA_TOKENS * (DN_MLA_LATENT + 2 * DN_MLA_ROPE + 4), /* of a page's layer */
+    Q_AT = 0,
+    TILE_AT = TILE_BYTES, /* two */
+    P_AT = 3 * TILE_BYTES,
+    TAIL_AT = P_AT + DN_MLA_BLOCK,
+    THREADS = 384,
+    CONSUMERS = 256,
+    PARTIAL = HEADS * DN_MLA_LATENT, /* values */
+    AHEAD = 3,                       /* tiles: two buffers don't cover the latency of memory, the L2 cache does */
+    PREFILL_ITEMS = 4096,            /* of a launch in a prefill step: 256 MB of partial results */
+    ROUNDS_UP = 10,                  /* FP8: P' is scaled by 2^10, away from f16's subnormals */
+};
+enum { BAR_SUMS = 1, BAR_MAX, BAR_P, BAR_FREE, BAR_ALL, BAR_PRODUCERS };
+
+struct tail {
+    float max[2][HEADS];
+    float column[2][3][DN_MLA_TOKENS]; /* FP8, by tile: scale * s * log2(e), log2(s), 1 / s */
+    uint64_t full[2], empty[2];
+    int32_t ready[3]; /* two items in turn; merge_items() */
+};
+enum { SHARED_BYTES = TAIL_AT + sizeof(struct tail) };
+static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
+
+struct args {
+    const __nv_bfloat16 *q;
+    __nv_bfloat16 *out;
+    const void *arena;
+    __nv_bfloat16 *partial; /* [items][64][512] */
+    float *sums;            /* [items][64] log2 of the sum of exponentials */
+    uint32_t *counters;     /* [rows * head blocks] */
+    uint32_t n_heads, n_head_blocks, layer;
+    uint32_t row0, n_rows; /* rows of this launch; count may end them earlier */
+    bool decode;           /* token i is of sequence i: one load less in a chain of four */
+    float scale_log2;
+    struct dn_kv_layout l;
+    struct dn_cuda_step s;
+};
+
+#if DN_HOPPER
+
+struct item {
+    uint32_t id, row, head_block, split, n_splits;
+    uint32_t tile0, tile1, n_tokens; /* n_tokens: of the row's whole context */
+    uint32_t first_page;             /* in page[] */
+    int format;
+    bool bad;
+};
+struct cursor {
+    uint32_t row, before; /* items of rows < row */
+};
+
+/* All lanes of a warp; ids of a cursor only grow. False if there is no such item. */
+static __device__ __forceinline__ bool find_item(const struct args &a, uint32_t n_rows, struct cursor *c, uint32_t id,
+                                                 struct item *it)
+{
+    uint32_t lane = threadIdx.x % 32;
+    while (c->row < n_rows) {
+        uint32_t row = c->row + lane, n = 0, tokens = 0, first_page = 0, format = 0, bad = 0;
+        if (row < n_rows) {
+            uint32_t seq = a.decode ? row : (uint32_t)a.s.token_seq[a.row0 + row];
+            tokens = (uint32_t)a.s.position[a.row0 + row] + 1;
+            first_page = (uint32_t)a.s.page_start[seq];
+            format = a.s.kv_format[seq];
+            bad = a.s.bad[seq] != 0;
+            n = bad ? 1 : dn_mla_splits((tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS);
+        }
+        uint32_t end = n * a.n_head_blocks;
+        for (int i = 1; i < 32; i *= 2) {
+            uint32_t v = __shfl_up_sync(0xffffffffu, end, i);
+            if (lane >= i)
+                end += v;
+        }
+        uint32_t found = __ballot_sync(0xffffffffu, id < c->before + end);
+        if (found) {
+            int l = __ffs((int)found) - 1;
+            it->n_splits = __shfl_sync(0xffffffffu, n, l);
+            uint32_t begin = __shfl_sync(0xffffffffu, end, l) - it->n_splits * a.n_head_blocks;
+            uint32_t rest = id - c->before - begin;
+            it->id = id;
+            it->row = c->row + (uint32_t)l;
+            it->head_block = rest / it->n_splits;
+            it->split = rest % it->n_splits;
+            it->n_tokens = __shfl_sync(0xffffffffu, tokens, l);
+            it->first_page = __shfl_sync(0xffffffffu, first_page, l);
+            it->format = (int)__shfl_sync(0xffffffffu, format, l);
+            it->bad = __shfl_sync(0xffffffffu, bad, l) != 0;
+            uint32_t tiles = (it->n_tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS;
+            it->tile0 = it->split * tiles / it->n_splits;
+            it->tile1 = (it->split + 1) * tiles / it->n_splits;
+            return true;
+        }
+        c->before += __shfl_sync(0xffffffffu, end, 31);
+        c->row += 32;
+    }
+    return false;
+}
+
+static __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi)
+{
+    __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return *(uint32_t *)&v;
+}
+static __device__ __forceinline__ uint32_t pack_f16(float lo, float hi)
+{
+    __half2 v = __floats2half2_rn(lo, hi);
+    return *(uint32_t *)&v;
+}
+/* Into f16's range; NaN stays. */
+static __device__ __forceinline__ float clamp_f16(float x)
+{
+    asm("min.NaN.f32 %0, %0, 0f477fe000;\nmax.NaN.f32 %0, %0, 0fc77fe000;" : "+f"(x));
+    return x;
+}
+/* Two bf16 times x, as f16. */
+static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v, float x)
+{
+    return pack_f16(clamp_f16(__uint_as_float(v << 16) * x), clamp_f16(__uint_as_float(v & 0xffff0000u) * x));
+}
+/* Volatile, so that conversions, stores and loads of a tile stay in turn. */
+static __device__ __forceinline__ void e4m3_to_f16(uint32_t v, uint32_t *lo, uint32_t *hi)
+{
+    asm volatile("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+                 : "=r"(*lo), "=r"(*hi)
+                 : "r"(v));
+}
+static __device__ __forceinline__ float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+/* Pages are read once. Without `wanted` v stays: a select would wait for the load, a tile too early. */
+static __device__ __forceinline__ void load_stream(uint4 &v, const void *p, bool wanted)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+                 "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(p), "r"((int)wanted));
+}
+static __device__ __forceinline__ void store_shared(uint32_t at, uint4 v)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+static __device__ __forceinline__ uint4 load_shared(uint32_t at)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
+
+/* ---- Producers: `t` = 0..127, n counts the block's tiles ---- */
+
+static __device__ __forceinline__ const uint8_t *tile_page(const struct args &a, const struct item &it, uint32_t tile)
+{
+    uint32_t id = a.s.page[it.first_page + tile];
+    return dn_mla_page(a.l, a.arena, it.format, id, a.layer);
+}
+static __device__ __forceinline__ uint32_t tile_tokens(const struct item &it, uint32_t tile)
+{
+    return min(it.n_tokens - tile * DN_MLA_TOKENS, (uint32_t)DN_MLA_TOKENS);
+}
+
+/* One thread. */
+static __device__ __forceinline__ void copy_item(const struct args &a, const struct item &it, uint32_t shared,
+                                                 struct tail *tail, uint32_t n, uint64_t policy)
+{
+    const uint8_t *page = tile_page(a, it, it.tile0);
+    for (uint32_t tile = it.tile0 + 1; tile < it.tile1 && tile < it.tile0 + AHEAD; tile++)
+        dn_bulk_prefetch(tile_page(a, it, tile), TILE_BYTES);
+    for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
+        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, full = dn_shared(&tail->full[b]);
+        if (tile + AHEAD < it.tile1)
+            dn_bulk_prefetch(tile_page(a, it, tile + AHEAD), TILE_BYTES);
+        const uint8_t *next = tile + 1 < it.tile1 ? tile_page(a, it, tile + 1) : NULL;
+        uint32_t tokens = tile_tokens(it, tile);
+        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
+        dn_barrier_expect(full, tokens * BLOCKS * 128);
+        if (tokens == DN_MLA_TOKENS) {
+            dn_bulk_load(to, page, TILE_BYTES, full, policy);
+        } else {
+            for (uint32_t i = 0; i < BLOCKS; i++)
+                dn_bulk_load(to + i * DN_MLA_BLOCK, page + i * DN_MLA_BLOCK, tokens * 128, full, policy);
+        }
+        page = next;
+    }
+}
+
+/* A tile on its way: latents (16-byte unit 128 i + t: token t % 64, columns 16 (2 i + t / 64) ..), half of the token's
+ * rope key, its scale. */
+struct raw_tile {
+    uint4 v[16], r[4];
+    float s;
+};
+
+static __device__ __forceinline__ void convert_item(const struct args &a, const struct item &it, uint32_t shared,
+                                                    struct tail *tail, uint32_t n, uint32_t t)
+{
+    uint32_t rope_at = a.l.format[DN_KV_FP8].v_offset, scale_at = a.l.format[DN_KV_FP8].k_scale_offset + (t & 63) * 4;
+    const uint8_t *page = tile_page(a, it, it.tile0);
+    uint32_t next_id = it.tile0 + 1 < it.tile1 ? a.s.page[it.first_page + it.tile0 + 1] : 0;
+    uint32_t far_id = it.tile0 + AHEAD < it.tile1 ? a.s.page[it.first_page + it.tile0 + AHEAD] : 0;
+    struct raw_tile x;
+    x.s = __ldg((const float *)(page + scale_at));
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        load_stream(x.v[i], page + (128 * i + t) * 16, true);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        load_stream(x.r[i], page + rope_at + dn_mla_swizzled(t & 63, t / 64 * 4 + i), true);
+    if (t > 0 && t < AHEAD && it.tile0 + t < it.tile1)
+        dn_bulk_prefetch(tile_page(a, it, it.tile0 + t), FP8_BYTES);
+#pragma unroll 1
+    for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
+        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, tokens = tile_tokens(it, tile);
+        if (t == 0 && tile + AHEAD < it.tile1)
+            dn_bulk_prefetch(dn_mla_page(a.l, a.arena, DN_KV_FP8, far_id, a.layer), FP8_BYTES);
+        if (tile + AHEAD + 1 < it.tile1)
+            far_id = a.s.page[it.first_page + tile + AHEAD + 1];
+        bool next = tile + 1 < it.tile1;
+        if (next)
+            page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer);
+        if (tile + 2 < it.tile1)
+            next_id = a.s.page[it.first_page + tile + 2];
+        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
+        if (tokens < DN_MLA_TOKENS && (t & 63) >= tokens) { /* whatever the page holds there */
+#pragma unroll
+            for (int i = 0; i < 16; i++)
+                x.v[i] = make_uint4(0, 0, 0, 0);
+            x.s = 1;
+        }
+        float scale = x.s == 0 ? 1.0f : x.s, inv = 1.0f / scale;
+        /* Chunks 2c, 2c + 1 of the token's row, c = 2 i + t / 64. */
+        uint32_t row = to + (t & 63) * 128, chunk = t / 64 * 2;
+        uint32_t at[4] = {row + ((chunk ^ (t & 7)) << 4), row + (((chunk + 1) ^ (t & 7)) << 4),
+                          row + (((chunk + 4) ^ (t & 7)) << 4), row + (((chunk + 5) ^ (t & 7)) << 4)};
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            uint4 lo, hi;
+            e4m3_to_f16(x.v[i].x, &lo.x, &lo.y);
+            e4m3_to_f16(x.v[i].y, &lo.z, &lo.w);
+            e4m3_to_f16(x.v[i].z, &hi.x, &hi.y);
+            e4m3_to_f16(x.v[i].w, &hi.z, &hi.w);
+            load_stream(x.v[i], page + (128 * i + t) * 16, next);
+            store_shared(at[i % 2 * 2] + i / 2 * DN_MLA_BLOCK, lo);
+            store_shared(at[i % 2 * 2 + 1] + i / 2 * DN_MLA_BLOCK, hi);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint4 k = make_uint4(bf16_to_f16(x.r[i].x, inv), bf16_to_f16(x.r[i].y, inv), bf16_to_f16(x.r[i].z, inv),
+                                 bf16_to_f16(x.r[i].w, inv));
+            uint32_t offset = dn_mla_swizzled(t & 63, t / 64 * 4 + i);
+            load_stream(x.r[i], page + rope_at + offset, next);
+            store_shared(to + (BLOCKS - 1) * DN_MLA_BLOCK + offset, k);
+        }
+        if (t < DN_MLA_TOKENS) {
+            tail->column[b][0][t] = scale * a.scale_log2;
+            tail->column[b][1][t] = __log2f(scale);
+            tail->column[b][2][t] = inv;
+        }
+        x.s = __ldg((const float *)(page + scale_at));
+        dn_sync(BAR_PRODUCERS,
+                THREADS - CONSUMERS); /* the readers fence: a fence here would wait for the loads under way */
+        if (t == 0)
+            dn_barrier_arrive(dn_shared(&tail->full[b]));
+    }
+}
+
+static __device__ __forceinline__ void produce(const struct args &a, uint32_t n_rows, uint32_t shared,
+                                               struct tail *tail, uint32_t t)
+{
+    struct cursor c = {0, 0};
+    struct item it;
+    uint32_t n = 0;
+    uint64_t policy = dn_policy_evict_first();
+    for (uint32_t id = blockIdx.x; find_item(a, n_rows, &c, id, &it); id += gridDim.x) {
+        if (it.bad)
+            continue;
+        if (it.format == DN_KV_FP8) {
+            dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS); /* parities: nobody may be a phase ahead of thread 0 */
+            convert_item(a, it, shared, tail, n, t);
+        } else if (t == 0) {
+            copy_item(a, it, shared, tail, n, policy);
+        }
+        __syncwarp();
+        n += it.tile1 - it.tile0;
+    }
+}
+
+#endif
+
+#endif

@@ -25,6 +25,10 @@ def main():
     if test == "test_model.py" and not os.environ.get("DN_MODEL"):
         print(f"SKIPPED: {test}: DN_MODEL is not set: no trained model (./dev test fetches one)")
         return
+    mini = os.path.join(os.environ.get("DN_SHARED_DATA", ""), "mini", "mini-kimi", "config.json")
+    if test == "test_kimi.py" and not os.path.exists(mini):
+        print(f"SKIPPED: {test}: no {mini}")
+        return
     os.environ["DN_DUNLIN"] = os.path.abspath(binary)
     here = os.path.dirname(os.path.abspath(__file__))
     sys.stdout.flush()

@@ -59,6 +59,20 @@ int dn_cuda_error(struct dn_cuda *c, struct dn_err *err)
                       c->own->name);
 }
 
+/* The attribute is the kernel's in the whole process, so that it only ever grows: another device may have asked for
+ * more than this one, whose launches it would take away. */
+static cudaError_t raise_shared(const void *kernel, size_t bytes)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    cudaFuncAttributes now;
+    pthread_mutex_lock(&lock);
+    cudaError_t e = cudaFuncGetAttributes(&now, kernel);
+    if (e == cudaSuccess && now.maxDynamicSharedSizeBytes < (int)bytes)
+        e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    pthread_mutex_unlock(&lock);
+    return e;
+}
+
 cudaError_t dn_cuda_allow_shared(struct dn_cuda *c, const void *kernel, size_t bytes)
 {
     size_t at = ((uintptr_t)kernel >> 4) % DN_CUDA_KERNELS;
@@ -67,14 +81,14 @@ cudaError_t dn_cuda_allow_shared(struct dn_cuda *c, const void *kernel, size_t b
             continue;
         if (c->own->shared[at].bytes >= bytes)
             return cudaSuccess;
-        cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+        cudaError_t e = raise_shared(kernel, bytes);
         if (e == cudaSuccess) {
             c->own->shared[at].kernel = kernel;
             c->own->shared[at].bytes = bytes;
         }
         return e;
     }
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    return raise_shared(kernel, bytes);
 }
 
 /* ---- Memory ---- */

@@ -267,10 +267,10 @@ static void set_sizes(struct dn_cuda *c, enum dn_step_kind kind, uint32_t tokens
                       uint32_t pages)
 {
     c->kind = kind;
-    c->n_tokens = tokens;
-    c->n_seqs = seqs;
+    c->n_tokens = tokens ? tokens : 1; /* no grid is empty */
+    c->n_seqs = seqs ? seqs : 1;
     c->n_rows = rows;
-    c->max_pages = pages;
+    c->max_pages = pages ? pages : 1;
     c->step = kind == DN_STEP_DECODE ? c->own->decode : c->own->prefill;
 }
 

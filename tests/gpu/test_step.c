@@ -226,6 +226,69 @@ Test(step, memory_and_copies)
     gpu_close(&g);
 }
 
+/* Steps without a token, recorded and launched one by one: nothing is written, and the next step is as good as any. */
+Test(step, nothing_to_do)
+{
+    struct gpu g;
+    struct small m;
+    open_small(&g, &m);
+    gpu_prepare(&g, 1, small_ops, &m);
+    uint64_t tags[500] = {0};
+    m.n_tags = 500;
+    for (uint32_t i = 0; i < 6; i++) {
+        struct trace t;
+        m.tags = i % 2 ? gpu_copy(&g, tags, sizeof tags) : NULL;
+        gpu_rows_step(&g, i < 4 ? DN_STEP_PREFILL : DN_STEP_DECODE, 0);
+        poison(&g, &m);
+        gpu_step(&g, i < 4 ? 7 : 1, small_ops, &m);
+        take_trace(&g, &m, &t);
+        cr_expect_eq(written(t.byte, 0, t.n), 0, "step %u without tokens wrote", i);
+        free(t.byte);
+    }
+    m.tags = NULL;
+    compare(&g, &m, 1, 3, 2);
+    gpu_close(&g);
+}
+
+struct head {
+    float *logits;
+    uint32_t n_vocab;
+};
+static void head_ops(struct gpu *g, void *ctx)
+{
+    struct head *h = ctx;
+    g->ops->sample_rows(g->d,
+                        &(struct dn_sample_rows){.logits = h->logits, .n_vocab = h->n_vocab, .n_valid = h->n_vocab});
+}
+
+/* Two devices on one GPU whose kernels want different amounts of shared memory: that of the second, which wants less,
+ * takes nothing away from the first, whose launches already had theirs. */
+Test(step, two_devices)
+{
+    static const uint32_t vocab[] = {163840, 100000};
+    struct gpu g[2];
+    struct head h[2];
+    for (int i = 0; i < 2; i++) {
+        gpu_open(&g[i], &(struct dn_step_limits){.tokens = 8, .seqs = 8, .rows = 8, .pages = 8, .tags = 1}, 1,
+                 vocab[i]);
+        float *logits = calloc((size_t)8 * vocab[i], sizeof *logits);
+        for (uint32_t r = 0; r < 8; r++)
+            logits[(size_t)r * vocab[i] + 1000 * r + 7] = 1;
+        h[i] = (struct head){gpu_copy(&g[i], logits, (size_t)8 * vocab[i] * sizeof *logits), vocab[i]};
+        free(logits);
+    }
+    for (int round = 0; round < 4; round++) {
+        struct gpu *one = &g[round % 2];
+        gpu_rows_step(one, DN_STEP_PREFILL, 1 + 7 * (round % 2 == 0));
+        gpu_step(one, 7, head_ops, &h[round % 2]);
+        for (uint32_t r = 0; r < one->s->n_rows; r++)
+            cr_expect_eq(one->s->result[r].id, (int32_t)(1000 * r + 7), "round %d, row %u: %d", round, r,
+                         one->s->result[r].id);
+    }
+    gpu_close(&g[0]);
+    gpu_close(&g[1]);
+}
+
 /* A kernel that fails: the step says so, with its reason, and so does every later one; nothing crashes. */
 Test(step, lost)
 {

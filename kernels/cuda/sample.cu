@@ -25,6 +25,9 @@
  * false; also before sm_90, where a row has one block).
  *
  * Floor: the logits once, 64 x 163,840 x 4 B = 42 MB = 9 us from memory (they come from the L2 cache mostly).
+ * Reached on an H200, logits cold, in us for 1 / 8 / 64 rows of 163,840: greedy 4.9 / 6.8 / 26, with log-probability
+ * 7.5 / 10 / 34, temperature 12 / 16 / 50, top-p 0.9 34 / 43 / 119, top-p 0.9 with 20 alternatives 56 / 69 / 191. What
+ * limits it: two waves of blocks for 64 rows, and the instructions of a pass.
  */
 #include "kernels/cuda/device.cuh"
 #include "kernels/sampling.h"

@@ -1,37 +1,29 @@
 /* Matrix products of few tokens: decode steps, and projections by group (the heads of MLA).
  *
- * Maths: out[t][r] = sum_k w[r][k] x[t][k] (+ bias[r]), f32 sums. Weights are the M side of mma.sync.m16n8k16, tokens
- * the N side, up to 64 a launch. Codes enter exactly as bf16; of every 32 k a product of its own, times the scale, is
- * added to the sum (affine INT4: plus offset times the sum of the 32 activations, a product with a matrix of ones).
+ * Maths: out[t][r] = sum_k w[r][k] x[t][k] (+ bias[r]), f32 sums. Weights are the M side of tensor instructions, tokens
+ * the N side, up to 64 a launch (matmul_tile.cuh). Codes enter exactly as bf16; of every 32 k a product of its own,
+ * times the scale, is added to the sum (affine INT4: plus offset times the sum of the 32 activations, a product with a
+ * matrix of ones).
  *
  * Work: a row tile is 128 rows (64 if there are few). K is cut into 1, 2, 4, 8 or 16 runs, one a block of a cluster, so
  * that some 130 to 260 blocks read at once, two an SM; the blocks add their sums through distributed shared memory in
  * the order of the runs. The cut depends on the matrix alone and sums run in one order whatever the number of tokens,
  * so a row's bits do too. Without a cut a block takes several row tiles.
  *
- * Roles: warps 0..7 compute: 16 rows each and all tokens, or with 64 tokens 32 rows and half of them. One lane of warp
- * 8 copies: per stage up to `tiles` k tiles of two row blocks (bulk, contiguous) and the activations as boxes of 64 k x
- * N tokens (swizzled tensor map, zeros beyond both ends). The first stages' weights are asked for before the previous
- * kernel ends.
+ * Roles: warps 0..7 compute: 16 rows each and all tokens (mma.sync with 64 tokens: 32 rows and half of them). One lane
+ * of warp 8 copies: per stage up to `tiles` k tiles of two row blocks (bulk, contiguous) and the activations as boxes
+ * of 64 k x N tokens (swizzled tensor map, zeros beyond both ends). The first stages' weights are asked for before the
+ * previous kernel ends.
  *
  * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to turn sums into rows,
  * barriers. In a cluster the stages become [tokens][132] f32 at the end.
  *
- * Floor: bytes of the packed matrix at 4.65 TB/s; for 64 tokens mma.sync's 19.8 weights/clk/SM (INT4: 57 % of that).
+ * Floor: bytes of the packed matrix at 4.65 TB/s. Reached (kernels/README.md has the table): BF16 70-98 % of it for
+ * large matrices up to 64 tokens, FP8 59-87 % up to 16 and 29-48 % with 64, INT4 46-81 % up to 8. What is in the way:
+ * work in codes is one dependent chain a warp, four warps a scheduler; fixed 4-5 us a launch in small matrices.
  */
 #include "kernels/cuda/matmul.cuh"
-#include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/weights.cuh"
-
-enum {
-    ROWS = 2 * DN_TILE_ROWS, /* of a unit */
-    WARPS = 8,
-    THREADS = 32 * (WARPS + 1),
-    SUM_TOKENS = 16,
-    SUM_STRIDE = ROWS + 4, /* lanes of a fragment fall into different banks */
-    BLOCKS_PER_SM = 2,
-    MAX_TOKENS = 64,
-};
+#include "kernels/cuda/matmul_tile.cuh"
 
 struct args {
     CUtensorMap x; /* k, token, group */
@@ -46,31 +38,17 @@ struct args {
     bool out_f32, wide;                    /* wide: four values may be stored at once */
 };
 
-/* What a kernel's shared memory holds, for N tokens. */
-template <int format, bool symmetric, int N> struct plan {
-    static constexpr int tiles = format == DN_W_INT4 && N < 32 ? 2 : 1; /* k tiles a stage */
-    /* Of a computing warp: strips of 16 rows and columns of 8 tokens. 64 tokens: two warps convert the same weights,
-     * which is less than reading all tokens for one strip. */
-    static constexpr int strips = N < 64 ? 1 : 2, columns = N < 64 ? N / 8 : 4;
-    static constexpr uint32_t tile_bytes = dn_tile_bytes(format, symmetric);
-    static constexpr uint32_t box_bytes = N * 128;
-    static constexpr uint32_t x_bytes = tiles * 2 * box_bytes;
-    static constexpr uint32_t stage_bytes = (x_bytes + tiles * 2 * tile_bytes + 1023) / 1024 * 1024;
-    static constexpr int stages = 104 * 1024 / stage_bytes < 6 ? 104 * 1024 / stage_bytes : 6;
-    static constexpr uint32_t sum_bytes = (N < SUM_TOKENS ? N : SUM_TOKENS) * SUM_STRIDE * 4;
-    static constexpr uint32_t bytes = 1024 + stages * stage_bytes + sum_bytes + 2 * stages * 8;
-};
-
-static __device__ __forceinline__ uint32_t first_block(const struct args &a, uint32_t tile) /* of 64 rows */
+[[maybe_unused]] static __device__ __forceinline__ uint32_t first_block(const struct args &a,
+                                                                        uint32_t tile) /* of 64 rows */
 {
     return tile / a.group_tiles * a.group_blocks + tile % a.group_tiles * a.tile_blocks;
 }
-static __device__ __forceinline__ bool has_second_block(const struct args &a, uint32_t tile)
+[[maybe_unused]] static __device__ __forceinline__ bool has_second_block(const struct args &a, uint32_t tile)
 {
     return a.tile_blocks == 2 && tile % a.group_tiles * 2 + 1 < a.group_blocks;
 }
 
-static __device__ __forceinline__ void compute_barrier() /* the computing warps */
+[[maybe_unused]] static __device__ __forceinline__ void compute_barrier() /* the computing warps */
 {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
@@ -79,7 +57,7 @@ static __device__ __forceinline__ void compute_barrier() /* the computing warps 
 struct share {
     uint32_t begin, end, first, step;
 };
-static __device__ __forceinline__ struct share share_of(const struct args &a)
+[[maybe_unused]] static __device__ __forceinline__ struct share share_of(const struct args &a)
 {
     uint32_t run = blockIdx.x % a.n_runs;
     struct share s = {run * a.w.n_tiles / a.n_runs, (run + 1) * a.w.n_tiles / a.n_runs, blockIdx.x / a.n_runs,
@@ -104,7 +82,7 @@ struct copier {
     bool waits;            /* stages have been used before */
 };
 
-static __device__ __forceinline__ void copier_tile(struct copier &c, const struct args &a)
+[[maybe_unused]] static __device__ __forceinline__ void copier_tile(struct copier &c, const struct args &a)
 {
     c.w.from = dn_tile(a.w, first_block(a, c.w.tile), c.share.begin);
     c.w.second = has_second_block(a, c.w.tile);
@@ -190,76 +168,9 @@ static __device__ __forceinline__ bool copy_next(struct copier &c, const struct 
     return true;
 }
 
-/* sum[strip][column] += 16 rows x 128 k of some strips times columns of 8 tokens; `box`: the first column's first 64 k.
- */
-template <int format, bool symmetric, int N>
-static __device__ __forceinline__ void
-multiply(float (&sum)[plan<format, symmetric, N>::strips][plan<format, symmetric, N>::columns][4], const uint8_t *tile,
-         uint32_t box, int strip, int lane, bool scale_is_bf16)
-{
-    using P = plan<format, symmetric, N>;
-    constexpr bool in_groups = format == DN_W_INT4 || format == DN_W_INT8, affine = format == DN_W_INT4 && !symmetric;
-    struct dn_a_raw<format> raw[P::strips];
-    uint2 scales[P::strips], offsets[P::strips];
-    float2 fp8[P::strips];
-    if (format == DN_W_FP8)
-#pragma unroll
-        for (int j = 0; j < P::strips; j++)
-            fp8[j] = dn_a_fp8_scale(tile, strip + j, lane);
-#pragma unroll
-    for (int q = 0; q < 4; q++) { /* 32 k */
-        uint32_t a[P::strips][2][4];
-        float2 scale[P::strips], offset[P::strips];
-#pragma unroll
-        for (int j = 0; j < P::strips; j++) {
-            if (in_groups && q % 2 == 0)
-                scales[j] = dn_a_scales<format>(tile, false, strip + j, q / 2, lane);
-            if (affine && q % 2 == 0)
-                offsets[j] = dn_a_scales<format>(tile, true, strip + j, q / 2, lane);
-            dn_a_load_part<format>(raw[j], tile, strip + j, q / 2, q % 2, lane);
-            dn_a_fragment<format, symmetric>(raw[j], q % 2 * 2, a[j][0]);
-            dn_a_fragment<format, symmetric>(raw[j], q % 2 * 2 + 1, a[j][1]);
-            if (in_groups)
-                scale[j] = dn_scale_pair(q % 2 ? scales[j].y : scales[j].x, scale_is_bf16);
-            else if (format == DN_W_FP8)
-                scale[j] = fp8[j];
-            if (affine)
-                offset[j] = dn_scale_pair(q % 2 ? offsets[j].y : offsets[j].x, scale_is_bf16);
-        }
-        const uint32_t at = box + q / 2 * P::box_bytes + lane % 8 * 128 + (((q % 2 * 4 + lane / 8) ^ (lane % 8)) << 4);
-#pragma unroll
-        for (int n = 0; n < P::columns; n++) {
-            uint32_t b[4];
-            dn_ldmatrix(b, at + n * 1024);
-            float ones[4];
-            if (affine) {
-                const uint32_t one[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-                dn_mma_first(ones, one, b[0], b[1]);
-                dn_mma(ones, one, b[2], b[3]);
-            }
-#pragma unroll
-            for (int j = 0; j < P::strips; j++) {
-                float c[4];
-                if (format == DN_W_BF16) {
-                    dn_mma(sum[j][n], a[j][0], b[0], b[1]);
-                    dn_mma(sum[j][n], a[j][1], b[2], b[3]);
-                } else {
-                    dn_mma_first(c, a[j][0], b[0], b[1]);
-                    dn_mma(c, a[j][1], b[2], b[3]);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        sum[j][n][i] = fmaf(c[i], i < 2 ? scale[j].x : scale[j].y, sum[j][n][i]);
-                        if (affine)
-                            sum[j][n][i] = fmaf(ones[i], i < 2 ? offset[j].x : offset[j].y, sum[j][n][i]);
-                    }
-                }
-            }
-        }
-    }
-}
-
 /* Four rows of a token to `out`, with the bias. */
-static __device__ __forceinline__ void store(const struct args &a, uint32_t tile, uint32_t token, uint32_t r, float4 v)
+[[maybe_unused]] static __device__ __forceinline__ void store(const struct args &a, uint32_t tile, uint32_t token,
+                                                              uint32_t r, float4 v)
 {
     uint32_t group = tile / a.group_tiles, rows = a.tile_blocks * DN_TILE_ROWS;
     uint32_t row = tile % a.group_tiles * rows + r;
@@ -321,7 +232,7 @@ static __device__ void finish_alone(const struct args &a, uint32_t tile, const f
 }
 
 /* Of all threads of all blocks of the cluster; releases and acquires. */
-static __device__ __forceinline__ void cluster_barrier()
+[[maybe_unused]] static __device__ __forceinline__ void cluster_barrier()
 {
 #if __CUDA_ARCH__ >= 900
     __syncwarp();
@@ -329,7 +240,7 @@ static __device__ __forceinline__ void cluster_barrier()
 #endif
 }
 /* From another block of the cluster: this block's address there. */
-static __device__ __forceinline__ float4 load_from(uint32_t rank, const float *p)
+[[maybe_unused]] static __device__ __forceinline__ float4 load_from(uint32_t rank, const float *p)
 {
     float4 v = {};
 #if __CUDA_ARCH__ >= 900
@@ -399,7 +310,8 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few(const __gri
         return;
     }
     const struct share share = share_of(a);
-    const int strip = N < 64 ? warp : warp % 4 * 2, token0 = N < 64 ? 0 : warp / 4 * 32; /* of the unit's 8 strips */
+    const int strip = P::strips == 1 ? warp : warp % 4 * 2,
+              token0 = P::strips == 1 ? 0 : warp / 4 * 32; /* of the unit's 8 strips */
     uint32_t s = 0, phase = 0;
     for (uint32_t row_tile = share.first; row_tile < a.n_tiles; row_tile += share.step) {
         float sum[P::strips][P::columns][4] = {};
@@ -410,10 +322,10 @@ static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few(const __gri
             uint32_t box = dn_shared(stage) + token0 * 128;
             dn_barrier_wait(full + s, phase);
             if (has_rows) {
-                multiply<format, symmetric, N>(sum, tile, box, strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
+                multiply_unit<format, symmetric, N>(sum, tile, box, strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
                 if (P::tiles > 1 && k + 1 < share.end)
-                    multiply<format, symmetric, N>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes,
-                                                   strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
+                    multiply_unit<format, symmetric, N>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes,
+                                                        strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
             }
             __syncwarp();
             if (lane == 0)

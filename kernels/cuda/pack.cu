@@ -234,9 +234,9 @@ static void launch_pack(struct dn_cuda *c, const struct dn_matrix *m, const stru
         dn_cuda_failed(c, e, "matrix_pack");
 }
 
-/* Rows of the matrix's own family. */
+/* Rows of the matrix's own family. `last`: nothing else goes through the lane before it is put back. */
 static void pack_lossless(struct dn_cuda *c, struct dn_cuda_lane *lane, const struct dn_matrix *m, uint32_t row0,
-                          uint32_t n, const struct dn_rows *rows)
+                          uint32_t n, const struct dn_rows *rows, bool last)
 {
     /* More than a row of a tile needs in any format, FP8's scale included. */
     const size_t row_tile = row_bytes(m->format) + 16 + 1;
@@ -244,6 +244,8 @@ static void pack_lossless(struct dn_cuda *c, struct dn_cuda_lane *lane, const st
     const uint32_t n_tiles = (m->n_in + DN_TILE_K - 1) / DN_TILE_K;
     const uint32_t most = (uint32_t)(DN_CUDA_LANE_BYTES / (row_tile * DN_TILE_ROWS)); /* tiles a piece */
     const uint32_t tiles = n_tiles < most ? n_tiles : most, blocks = most / tiles;
+    const bool once =
+        last && tiles == n_tiles && row0 / DN_TILE_ROWS + blocks >= (row0 + n + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
     for (uint32_t row = row0; row < row0 + n;) {
         struct piece p = {};
         p.block0 = row / DN_TILE_ROWS;
@@ -258,8 +260,10 @@ static void pack_lossless(struct dn_cuda *c, struct dn_cuda_lane *lane, const st
             p.n_tiles = n_tiles - p.tile0 < tiles ? n_tiles - p.tile0 : tiles;
             fill_piece(m, &p, dn_cuda_lane_buffer(lane), rows, row - row0);
             launch_pack(c, m, &p, dn_cuda_lane_stream(lane));
-            dn_cuda_lane_send(lane, m->data,
-                              0); /* nothing to copy: marks the buffer as busy until the kernel is done */
+            /* Nothing to copy: marks the buffer as busy until the kernel is done. Threads take turns at the driver, so
+             * a call that one can do without costs all of them; put() waits anyway. */
+            if (!once)
+                dn_cuda_lane_send(lane, m->data, 0);
         }
         row = stop;
     }
@@ -399,14 +403,14 @@ int dn_cuda_matrix_pack(struct dn_device *d, struct dn_matrix *m, uint32_t row0,
         return -DN_NO_MEMORY;
     int ret = 0;
     if (is_lossless(m, rows)) {
-        pack_lossless(c, lane, m, row0, n, rows);
+        pack_lossless(c, lane, m, row0, n, rows, true);
     } else {
         struct rounded r;
         ret = rounded_init(&r, m) ? 0 : -DN_NO_MEMORY;
         for (uint32_t i = 0; i < n && ret == 0; i += FP8_BLOCK) {
             uint32_t now = n - i < FP8_BLOCK ? n - i : (uint32_t)FP8_BLOCK;
             round_rows(&r, m, rows, i, now);
-            pack_lossless(c, lane, m, row0 + i, now, &r.rows); /* has left r.rows behind: pieces are copies */
+            pack_lossless(c, lane, m, row0 + i, now, &r.rows, false); /* has left r.rows behind: pieces are copies */
         }
         if (ret == 0)
             rounded_release(&r);

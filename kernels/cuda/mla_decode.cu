@@ -128,61 +128,42 @@ static __device__ __forceinline__ void softmax(const struct args &a, uint32_t sh
 {
     uint32_t lane = t & 31, row = (t & 127) / 32 * 16 + lane / 4, column = 32 * w + lane % 4 * 2;
     float top[2] = {-INFINITY, -INFINITY};
-    if (fp8) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            float2 f = *(const float2 *)&tail->column[b][0][column + 8 * j];
-            float2 g = *(const float2 *)&tail->column[b][1][column + 8 * j];
-            s[4 * j] = fmaf(s[4 * j], f.x, g.x);
-            s[4 * j + 1] = fmaf(s[4 * j + 1], f.y, g.y);
-            s[4 * j + 2] = fmaf(s[4 * j + 2], f.x, g.x);
-            s[4 * j + 3] = fmaf(s[4 * j + 3], f.y, g.y);
-        }
-    }
-    if (tokens < DN_MLA_TOKENS) {
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (column + i / 4 * 8 + i % 2 >= tokens)
-                s[i] = -INFINITY;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++)
+    for (int i = 0; i < 16; i++) {
+        uint32_t c = column + i / 4 * 8 + i % 2;
+        if (fp8)
+            s[i] = s[i] * tail->column[b][0][c] + tail->column[b][1][c];
+        else
+            s[i] *= a.scale_log2;
+        if (tokens < DN_MLA_TOKENS && c >= tokens)
+            s[i] = -INFINITY;
         top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    }
     for (int i = 0; i < 2; i++) {
         top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 1));
         top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 2));
-        if (!fp8)
-            top[i] *= a.scale_log2;
         if (lane % 4 == 0)
             tail->max[w][row + 8 * i] = top[i];
     }
     dn_sync(BAR_MAX, CONSUMERS);
     float base[2];
-#pragma unroll
     for (int i = 0; i < 2; i++) {
         float m = fmaxf(fmaxf(top[i], tail->max[1 - w][row + 8 * i]), r->max[i]);
         base[i] = m == -INFINITY ? 0 : fp8 ? m - ROUNDS_UP : m;
-        alpha[i] = m == -INFINITY ? 1 : exp2_fast(r->max[i] - m);
+        alpha[i] = exp2_fast(r->max[i] - m);
+        if (m == -INFINITY)
+            alpha[i] = 1;
         r->max[i] = m;
         r->sum[i] *= alpha[i];
     }
     uint32_t p = shared + P_AT + row * 128 + lane % 4 * 4;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        float2 inv = fp8 ? *(const float2 *)&tail->column[b][2][column + 8 * j] : make_float2(1, 1);
-        uint32_t at = p + (((4 * w + j) ^ (row & 7)) << 4);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float x = s[4 * j + 2 * i], y = s[4 * j + 2 * i + 1];
-            x = exp2_fast(fp8 ? x - base[i] : fmaf(x, a.scale_log2, -base[i]));
-            y = exp2_fast(fp8 ? y - base[i] : fmaf(y, a.scale_log2, -base[i]));
-            if (fp8)
-                r->sum[i] = fmaf(x, inv.x, fmaf(y, inv.y, r->sum[i]));
-            else
-                r->sum[i] += x + y;
-            asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + i * 1024), "r"(fp8 ? pack_f16(x, y) : pack_bf16(x, y))
-                         : "memory");
-        }
+    for (int i = 0; i < 16; i += 2) {
+        int which = i / 2 % 2;
+        float x = exp2_fast(s[i] - base[which]), y = exp2_fast(s[i + 1] - base[which]);
+        uint32_t c = column + i / 4 * 8;
+        r->sum[which] += fp8 ? x * tail->column[b][2][c] + y * tail->column[b][2][c + 1] : x + y;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(p + which * 1024 + (((4 * w + i / 4) ^ (row & 7)) << 4)),
+                     "r"(fp8 ? pack_f16(x, y) : pack_bf16(x, y))
+                     : "memory");
     }
 }
 
@@ -197,8 +178,6 @@ static __device__ __forceinline__ void tiles(const struct args &a, const struct 
         bool first = i == it.tile0;
         float s[16], alpha[2];
         dn_barrier_wait(dn_shared(&tail->full[b]), (n >> 1) & 1);
-        if (fp8)
-            dn_fence_async(); /* the producers' stores */
         scores<fp8>(shared, tile, tokens, first, w, t, s);
         softmax<fp8>(a, shared, tail, b, tokens, w, t, s, r, alpha);
         dn_fence_async();
@@ -301,15 +280,6 @@ static __device__ __forceinline__ void merge(const struct args &a, const struct 
     uint32_t h0 = it.split * heads / it.n_splits, h1 = (it.split + 1) * heads / it.n_splits, n = h1 - h0;
     uint32_t first = it.id - it.split, lane = t % 32;
     float *weight = (float *)p, *part = (float *)(p + 2048);
-    /* 64 threads a head, a unit of store_item() each; with few heads several groups share one's splits. */
-    uint32_t parts = n == 1 ? 4 : n == 2 ? 2 : 1, group = t / 64, k = group % parts, unit = t % 64;
-    uint32_t w = unit / 32, c = unit / 4 % 8, column = 256 * w + 32 * c + unit % 4 * 2;
-    uint32_t j0 = k * it.n_splits / parts, j1 = (k + 1) * it.n_splits / parts;
-    const uint4 *partial = (const uint4 *)(a.partial + (size_t)first * PARTIAL) + c * CONSUMERS + w * 128 + unit % 4;
-    uint4 ahead[4]; /* of the first head: on their way while weights are computed */
-    for (uint32_t i = 0; i < 4; i++)
-        if (group / parts < n && j0 + i < j1)
-            ahead[i] = __ldcg(partial + row_unit(h0 + group / parts) + (size_t)(j0 + i) * (PARTIAL / 8));
     for (uint32_t h = t / 32; h < n; h += CONSUMERS / 32) {
         const float *sums = a.sums + (size_t)first * HEADS + h0 + h;
         float x[DN_MLA_MAX_SPLITS / 32], top = -INFINITY, sum = 0;
@@ -328,20 +298,16 @@ static __device__ __forceinline__ void merge(const struct args &a, const struct 
                 weight[h * it.n_splits + i * 32 + lane] = x[i] / sum;
     }
     dn_sync(BAR_ALL, CONSUMERS);
+    /* 64 threads a head, a unit of store_item() each; with few heads several groups share one's splits. */
+    uint32_t parts = n == 1 ? 4 : n == 2 ? 2 : 1, group = t / 64, k = group % parts, unit = t % 64;
+    uint32_t w = unit / 32, c = unit / 4 % 8, column = 256 * w + 32 * c + unit % 4 * 2;
     for (uint32_t h = group / parts; h < n; h += 4 / parts) {
         float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        const float *x = weight + h * it.n_splits;
-        uint32_t j = j0;
-        if (h == group / parts) {
-            for (uint32_t i = 0; i < 4; i++)
-                if (j0 + i < j1)
-                    add_unit(acc, ahead[i], x[j0 + i]);
-            j = min(j0 + 4, j1);
-        }
-        const uint4 *from = partial + row_unit(h0 + h);
+        const uint4 *from = (const uint4 *)(a.partial + (size_t)first * PARTIAL) + row_unit(h0 + h) + c * CONSUMERS +
+                            w * 128 + unit % 4;
 #pragma unroll 8
-        for (; j < j1; j++)
-            add_unit(acc, __ldcg(from + (size_t)j * (PARTIAL / 8)), x[j]);
+        for (uint32_t j = k * it.n_splits / parts; j < (k + 1) * it.n_splits / parts; j++)
+            add_unit(acc, __ldcg(from + (size_t)j * (PARTIAL / 8)), weight[h * it.n_splits + j]);
         if (parts > 1) { /* each group has one round here */
             float *mine = part + (h * (parts - 1) + k - 1) * DN_MLA_LATENT + unit;
             for (int i = 0; k && i < 8; i++)
@@ -364,36 +330,27 @@ static __device__ __forceinline__ void merge(const struct args &a, const struct 
                      : "memory");
 }
 
-/* Relaxed: what is read afterwards is behind a barrier and comes from the L2 cache, where the counter is too. An
- * acquire would empty the L1 cache, step arrays and all. */
-static __device__ __forceinline__ uint32_t arrived(const struct args &a, const struct item &it)
-{
-    uint32_t count;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(item_counter(a, it)) : "memory");
-    return count;
-}
-
-/* Merges items up to `last` in their order, while their rows are complete; waits for them if `wait`. */
+/* Merges items before `done` in their order, while their rows are complete; waits for them if `wait`. */
 static __device__ __forceinline__ void merge_items(const struct args &a, uint32_t n_rows, struct cursor *c,
-                                                   uint32_t *id, const struct item &last, bool wait, uint8_t *p,
+                                                   uint32_t *id, uint32_t done, bool wait, uint8_t *p,
                                                    struct tail *tail, uint32_t t)
 {
     struct item it;
-    while (*id <= last.id) {
-        if (*id == last.id)
-            it = last;
-        else
-            find_item(a, n_rows, c, *id, &it);
+    while (*id < done && find_item(a, n_rows, c, *id, &it)) {
         if (!it.bad && it.n_splits > 1) {
             if (t == 0) {
                 uint32_t count;
                 do
-                    count = arrived(a, it);
+                    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                                 : "=r"(count)
+                                 : "l"(item_counter(a, it))
+                                 : "memory");
                 while (wait && count < it.n_splits);
-                tail->ready[2] = count >= it.n_splits;
+                tail->ready = count >= it.n_splits;
             }
             dn_sync(BAR_ALL, CONSUMERS);
-            if (!tail->ready[2])
+            bool ready = tail->ready;
+            if (!ready)
                 return;
             merge(a, it, min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS), p, t);
         }
@@ -412,11 +369,10 @@ static __device__ __forceinline__ void zero_item(const struct args &a, const str
 static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_rows, uint8_t *memory, uint32_t shared,
                                                struct tail *tail, uint32_t t)
 {
-    uint32_t w = __shfl_sync(0xffffffffu, t / 128, 0), n = 0, merged = blockIdx.x,
-             turn = 0; /* w: in a uniform register */
+    uint32_t w = __shfl_sync(0xffffffffu, t / 128, 0), n = 0, merged = blockIdx.x; /* w: in a uniform register */
     struct cursor c = {0, 0}, cm = {0, 0};
-    struct item it, next, prev = {};
-    bool more = find_item(a, n_rows, &c, blockIdx.x, &it), have_prev = false;
+    struct item it, next;
+    bool more = find_item(a, n_rows, &c, blockIdx.x, &it);
     if (more && !it.bad) {
         copy_q(a, it, shared, t);
         finish_q(it, shared, t);
@@ -426,9 +382,7 @@ static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_
     while (more) {
         uint32_t heads = min(a.n_heads - it.head_block * HEADS, (uint32_t)HEADS);
         more = find_item(a, n_rows, &c, it.id + gridDim.x, &next);
-        bool q = more && !next.bad, oldest = have_prev && merged == prev.id;
-        bool poll = oldest && !prev.bad && prev.n_splits > 1;
-        uint32_t count = 0;
+        bool q = more && !next.bad;
         if (it.bad) {
             zero_item(a, it, heads, t);
             if (q)
@@ -441,29 +395,16 @@ static __device__ __forceinline__ void consume(const struct args &a, uint32_t n_
             else
                 tiles<false>(a, it, shared, tail, n, w, t, o, &r, next, q);
             n += it.tile1 - it.tile0;
-            if (poll && t == 0)
-                count = arrived(a, prev); /* early: the answer takes as long as a store */
             store_item(a, it, tail, w, t, heads, o, &r);
         }
         if (q)
             finish_q(next, shared, t);
-        if (t == 0)
-            tail->ready[turn] = count >= prev.n_splits;
         dn_fence_async();
         dn_sync(BAR_ALL, CONSUMERS); /* the partial result is written, Q is there */
         if (t == 0 && !it.bad && it.n_splits > 1)
             asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(item_counter(a, it)), "r"(2 * it.n_splits - 1)
                          : "memory");
-        bool ready = poll && tail->ready[turn];
-        turn ^= 1;
-        if (ready)
-            merge(a, prev, min(a.n_heads - prev.head_block * HEADS, (uint32_t)HEADS), memory + P_AT, t);
-        if (oldest && (!poll || ready))
-            merged += gridDim.x;
-        if (!more || (have_prev && merged < prev.id))
-            merge_items(a, n_rows, &cm, &merged, it, !more, memory + P_AT, tail, t);
-        prev = it;
-        have_prev = true;
+        merge_items(a, n_rows, &cm, &merged, it.id + 1, !more, memory + P_AT, tail, t);
         it = next;
     }
 }
@@ -521,7 +462,6 @@ void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p
     a.scale_log2 = p->scale * 1.44269504088896341f;
     a.l = *p->layout;
     a.s = c->step;
-    a.decode = c->kind == DN_STEP_DECODE;
     if (c->arch != 90 || p->latent_dim != DN_MLA_LATENT) {
         struct dn_mla_simple simple = {};
         simple.q = p->q, simple.out = p->out, simple.arena = p->arena;

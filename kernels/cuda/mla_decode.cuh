@@ -11,7 +11,6 @@ enum {
     HEADS = 64,
     BLOCKS = DN_MLA_LATENT / 64 + 1, /* of 64 columns, in a tile and in Q */
     TILE_BYTES = BLOCKS * DN_MLA_BLOCK,
-    FP8_BYTES = DN_MLA_TOKENS * (DN_MLA_LATENT + 2 * DN_MLA_ROPE + 4), /* of a page's layer */
     Q_AT = 0,
     TILE_AT = TILE_BYTES, /* two */
     P_AT = 3 * TILE_BYTES,
@@ -19,7 +18,6 @@ enum {
     THREADS = 384,
     CONSUMERS = 256,
     PARTIAL = HEADS * DN_MLA_LATENT, /* values */
-    AHEAD = 3,                       /* tiles: two buffers don't cover the latency of memory, the L2 cache does */
     PREFILL_ITEMS = 4096,            /* of a launch in a prefill step: 256 MB of partial results */
     ROUNDS_UP = 10,                  /* FP8: P' is scaled by 2^10, away from f16's subnormals */
 };
@@ -29,7 +27,7 @@ struct tail {
     float max[2][HEADS];
     float column[2][3][DN_MLA_TOKENS]; /* FP8, by tile: scale * s * log2(e), log2(s), 1 / s */
     uint64_t full[2], empty[2];
-    int32_t ready[3]; /* two items in turn; merge_items() */
+    int32_t ready;
 };
 enum { SHARED_BYTES = TAIL_AT + sizeof(struct tail) };
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
@@ -43,7 +41,6 @@ struct args {
     uint32_t *counters;     /* [rows * head blocks] */
     uint32_t n_heads, n_head_blocks, layer;
     uint32_t row0, n_rows; /* rows of this launch; count may end them earlier */
-    bool decode;           /* token i is of sequence i: one load less in a chain of four */
     float scale_log2;
     struct dn_kv_layout l;
     struct dn_cuda_step s;
@@ -70,7 +67,7 @@ static __device__ __forceinline__ bool find_item(const struct args &a, uint32_t 
     while (c->row < n_rows) {
         uint32_t row = c->row + lane, n = 0, tokens = 0, first_page = 0, format = 0, bad = 0;
         if (row < n_rows) {
-            uint32_t seq = a.decode ? row : (uint32_t)a.s.token_seq[a.row0 + row];
+            uint32_t seq = (uint32_t)a.s.token_seq[a.row0 + row];
             tokens = (uint32_t)a.s.position[a.row0 + row] + 1;
             first_page = (uint32_t)a.s.page_start[seq];
             format = a.s.kv_format[seq];
@@ -129,12 +126,11 @@ static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v, float x)
 {
     return pack_f16(clamp_f16(__uint_as_float(v << 16) * x), clamp_f16(__uint_as_float(v & 0xffff0000u) * x));
 }
-/* Volatile, so that conversions, stores and loads of a tile stay in turn. */
 static __device__ __forceinline__ void e4m3_to_f16(uint32_t v, uint32_t *lo, uint32_t *hi)
 {
-    asm volatile("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-                 : "=r"(*lo), "=r"(*hi)
-                 : "r"(v));
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(*lo), "=r"(*hi)
+        : "r"(v));
 }
 static __device__ __forceinline__ float exp2_fast(float x)
 {
@@ -142,13 +138,13 @@ static __device__ __forceinline__ float exp2_fast(float x)
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-/* Pages are read once. Without `wanted` v stays: a select would wait for the load, a tile too early. */
-static __device__ __forceinline__ void load_stream(uint4 &v, const void *p, bool wanted)
+static __device__ __forceinline__ uint4 load_stream(const void *p) /* pages: read once */
 {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-                 "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-                 : "l"(p), "r"((int)wanted));
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
 }
 static __device__ __forceinline__ void store_shared(uint32_t at, uint4 v)
 {
@@ -182,12 +178,8 @@ static __device__ __forceinline__ void copy_item(const struct args &a, const str
                                                  struct tail *tail, uint32_t n, uint64_t policy)
 {
     const uint8_t *page = tile_page(a, it, it.tile0);
-    for (uint32_t tile = it.tile0 + 1; tile < it.tile1 && tile < it.tile0 + AHEAD; tile++)
-        dn_bulk_prefetch(tile_page(a, it, tile), TILE_BYTES);
     for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
         uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, full = dn_shared(&tail->full[b]);
-        if (tile + AHEAD < it.tile1)
-            dn_bulk_prefetch(tile_page(a, it, tile + AHEAD), TILE_BYTES);
         const uint8_t *next = tile + 1 < it.tile1 ? tile_page(a, it, tile + 1) : NULL;
         uint32_t tokens = tile_tokens(it, tile);
         dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
@@ -202,12 +194,21 @@ static __device__ __forceinline__ void copy_item(const struct args &a, const str
     }
 }
 
-/* A tile on its way: latents (16-byte unit 128 i + t: token t % 64, columns 16 (2 i + t / 64) ..), half of the token's
- * rope key, its scale. */
+/* 16-byte unit u = 128 i + t of the latents is token u % 64, columns u / 64 * 16 ..+15. */
+static __device__ __forceinline__ uint4 latent_unit(const uint8_t *page, uint32_t t, int i, bool valid)
+{
+    return valid ? load_stream(page + (128 * i + t) * 16) : make_uint4(0, 0, 0, 0);
+}
+
+/* Of a tile that comes next: its latents, the thread's half of its token's rope key, the scale. Token t % 64 in all. */
 struct raw_tile {
     uint4 v[16], r[4];
     float s;
 };
+static __device__ __forceinline__ uint4 rope_unit(const uint8_t *ropes, uint32_t t, int i, bool valid)
+{
+    return valid ? load_stream(ropes + dn_mla_swizzled(t & 63, t / 64 * 4 + i)) : make_uint4(0, 0, 0, 0);
+}
 
 static __device__ __forceinline__ void convert_item(const struct args &a, const struct item &it, uint32_t shared,
                                                     struct tail *tail, uint32_t n, uint32_t t)
@@ -215,41 +216,25 @@ static __device__ __forceinline__ void convert_item(const struct args &a, const 
     uint32_t rope_at = a.l.format[DN_KV_FP8].v_offset, scale_at = a.l.format[DN_KV_FP8].k_scale_offset + (t & 63) * 4;
     const uint8_t *page = tile_page(a, it, it.tile0);
     uint32_t next_id = it.tile0 + 1 < it.tile1 ? a.s.page[it.first_page + it.tile0 + 1] : 0;
-    uint32_t far_id = it.tile0 + AHEAD < it.tile1 ? a.s.page[it.first_page + it.tile0 + AHEAD] : 0;
+    bool valid = (t & 63) < tile_tokens(it, it.tile0);
     struct raw_tile x;
-    x.s = __ldg((const float *)(page + scale_at));
-#pragma unroll
+    x.s = valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
     for (int i = 0; i < 16; i++)
-        load_stream(x.v[i], page + (128 * i + t) * 16, true);
-#pragma unroll
+        x.v[i] = latent_unit(page, t, i, valid);
     for (int i = 0; i < 4; i++)
-        load_stream(x.r[i], page + rope_at + dn_mla_swizzled(t & 63, t / 64 * 4 + i), true);
-    if (t > 0 && t < AHEAD && it.tile0 + t < it.tile1)
-        dn_bulk_prefetch(tile_page(a, it, it.tile0 + t), FP8_BYTES);
-#pragma unroll 1
+        x.r[i] = rope_unit(page + rope_at, t, i, valid);
     for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
-        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, tokens = tile_tokens(it, tile);
-        if (t == 0 && tile + AHEAD < it.tile1)
-            dn_bulk_prefetch(dn_mla_page(a.l, a.arena, DN_KV_FP8, far_id, a.layer), FP8_BYTES);
-        if (tile + AHEAD + 1 < it.tile1)
-            far_id = a.s.page[it.first_page + tile + AHEAD + 1];
+        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES;
         bool next = tile + 1 < it.tile1;
-        if (next)
-            page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer);
+        page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer); /* the next one */
         if (tile + 2 < it.tile1)
             next_id = a.s.page[it.first_page + tile + 2];
-        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
-        if (tokens < DN_MLA_TOKENS && (t & 63) >= tokens) { /* whatever the page holds there */
-#pragma unroll
-            for (int i = 0; i < 16; i++)
-                x.v[i] = make_uint4(0, 0, 0, 0);
-            x.s = 1;
-        }
+        valid = next && (t & 63) < tile_tokens(it, tile + 1);
         float scale = x.s == 0 ? 1.0f : x.s, inv = 1.0f / scale;
+        x.s = valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
+        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
         /* Chunks 2c, 2c + 1 of the token's row, c = 2 i + t / 64. */
-        uint32_t row = to + (t & 63) * 128, chunk = t / 64 * 2;
-        uint32_t at[4] = {row + ((chunk ^ (t & 7)) << 4), row + (((chunk + 1) ^ (t & 7)) << 4),
-                          row + (((chunk + 4) ^ (t & 7)) << 4), row + (((chunk + 5) ^ (t & 7)) << 4)};
+        uint32_t row = to + (t & 63) * 128;
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             uint4 lo, hi;
@@ -257,26 +242,25 @@ static __device__ __forceinline__ void convert_item(const struct args &a, const 
             e4m3_to_f16(x.v[i].y, &lo.z, &lo.w);
             e4m3_to_f16(x.v[i].z, &hi.x, &hi.y);
             e4m3_to_f16(x.v[i].w, &hi.z, &hi.w);
-            load_stream(x.v[i], page + (128 * i + t) * 16, next);
-            store_shared(at[i % 2 * 2] + i / 2 * DN_MLA_BLOCK, lo);
-            store_shared(at[i % 2 * 2 + 1] + i / 2 * DN_MLA_BLOCK, hi);
+            x.v[i] = latent_unit(page, t, i, valid);
+            uint32_t chunk = 2 * ((2 * i + t / 64) & 3), at = row + i / 2 * DN_MLA_BLOCK;
+            store_shared(at + ((chunk ^ (t & 7)) << 4), lo);
+            store_shared(at + (((chunk + 1) ^ (t & 7)) << 4), hi);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint4 k = make_uint4(bf16_to_f16(x.r[i].x, inv), bf16_to_f16(x.r[i].y, inv), bf16_to_f16(x.r[i].z, inv),
                                  bf16_to_f16(x.r[i].w, inv));
-            uint32_t offset = dn_mla_swizzled(t & 63, t / 64 * 4 + i);
-            load_stream(x.r[i], page + rope_at + offset, next);
-            store_shared(to + (BLOCKS - 1) * DN_MLA_BLOCK + offset, k);
+            x.r[i] = rope_unit(page + rope_at, t, i, valid);
+            store_shared(to + (BLOCKS - 1) * DN_MLA_BLOCK + dn_mla_swizzled(t & 63, t / 64 * 4 + i), k);
         }
         if (t < DN_MLA_TOKENS) {
             tail->column[b][0][t] = scale * a.scale_log2;
             tail->column[b][1][t] = __log2f(scale);
             tail->column[b][2][t] = inv;
         }
-        x.s = __ldg((const float *)(page + scale_at));
-        dn_sync(BAR_PRODUCERS,
-                THREADS - CONSUMERS); /* the readers fence: a fence here would wait for the loads under way */
+        dn_fence_async();
+        dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS);
         if (t == 0)
             dn_barrier_arrive(dn_shared(&tail->full[b]));
     }

@@ -784,7 +784,7 @@ Test(mla, bench_decode, .timeout = 60)
     free(random_acts(&w, (size_t)MAX_SEQS * 64 * WIDTH, 1, &dq));
     struct ops o = {.w = &w,
                     .which = 1,
-                    .repeat = BENCH_LAYERS,
+                    .repeat = 2 * BENCH_LAYERS,
                     .layers = BENCH_LAYERS,
                     .attention = {.q = dq,
                                   .n_heads = 64,

@@ -260,8 +260,7 @@ static void pack_lossless(struct dn_cuda *c, struct dn_cuda_lane *lane, const st
             p.n_tiles = n_tiles - p.tile0 < tiles ? n_tiles - p.tile0 : tiles;
             fill_piece(m, &p, dn_cuda_lane_buffer(lane), rows, row - row0);
             launch_pack(c, m, &p, dn_cuda_lane_stream(lane));
-            /* Nothing to copy: marks the buffer as busy until the kernel is done. Threads take turns at the driver, so
-             * a call that one can do without costs all of them; put() waits anyway. */
+            /* Nothing to copy: marks the buffer as busy until the kernel is done. put() waits anyway. */
             if (!once)
                 dn_cuda_lane_send(lane, m->data, 0);
         }

@@ -262,6 +262,11 @@ class Node:
                 values[name] = values.get(name, 0) + float(value)
         return values
 
+    def page_tokens(self):
+        """Tokens in a page of the KV cache: 16 on a CPU, 64 on a GPU."""
+        return next(int(re.search(r'page_tokens="(\d+)"', name).group(1)) for name in self.metrics()
+                    if name.startswith("dunlin_cache_config_info{"))
+
     def wait_metric(self, name, value, timeout=2.0):
         begin = time.monotonic()
         while True:

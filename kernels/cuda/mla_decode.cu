@@ -18,7 +18,8 @@
  * Shared memory: Q 72 KB, two tiles 144 KB, P 8 KB, then struct tail. The exchange uses P (by w = 0) and the tile's
  * block of rope keys (by w = 1), which nobody reads any more.
  *
- * Floor: 1152 or 644 bytes a token of context.
+ * Floor: 1152 or 644 bytes a token of context. Reached at 64 x 8192: BF16 227 us, 57 % of it; FP8 309 us, 24 %
+ * (README.md).
  */
 #include "kernels/cuda/mla_decode.cuh"
 

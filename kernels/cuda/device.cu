@@ -359,6 +359,8 @@ static void download(struct dn_device *d, void *dst, const void *src, size_t byt
 static void check_tags(struct dn_device *d, const struct dn_check_tags *p)
 {
     struct dn_cuda *c = dn_cuda(d);
+    if (c->measuring)
+        c->own->n_pages = p->n_pages;
     dn_cuda_fork(c);
     dn_cuda_check_tags(d, p);
     dn_cuda_join_later(c);

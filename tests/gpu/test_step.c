@@ -2,6 +2,10 @@
  * that fails ends the device with a reason and nothing worse; what a step costs the host. */
 #include "gpu/gpu.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 enum { DIM = 512, VOCAB = 300, SEQS = 100, TOKENS = 200, ROWS = 120, LAYERS = 3 };
 
 /* A model of what there is without weights' matrices but one: embed, then layers of norm and silu, then rows. */
@@ -248,6 +252,71 @@ Test(step, nothing_to_do)
     m.tags = NULL;
     compare(&g, &m, 1, 3, 2);
     gpu_close(&g);
+}
+
+/* A page id beyond the arena in a sequence whose tags nobody checks: the process ends before a kernel reads there. */
+static void attend_ops(struct gpu *g, void *ctx)
+{
+    struct small *m = ctx;
+    static struct dn_kv_layout l;
+    cr_assert_eq(dn_kv_layout_init(&l, 1, 1, 64, 64, 1 << 20), 0);
+    if (m->tags)
+        g->ops->check_tags(g->d, &(struct dn_check_tags){.table = m->tags, .n_pages = m->n_tags});
+    g->ops->attention(g->d, &(struct dn_attention){.q = m->normed,
+                                                   .q_stride = 64,
+                                                   .n_heads = 1,
+                                                   .n_kv_heads = 1,
+                                                   .head_dim = 64,
+                                                   .scale = 1,
+                                                   .layout = &l,
+                                                   .arena = m->x,
+                                                   .out = m->out});
+}
+
+/* A process of its own: ends with 77 if there is no GPU, 1 if the id got through. */
+static void wild_page(void)
+{
+    struct dn_device_conf conf = {.limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1}, .n_vocab = 1};
+    struct dn_device *d;
+    struct gpu g;
+    struct small m;
+    if (dn_kernels_open_library(gpu_library(), &conf, &d, NULL) != 0)
+        _exit(77);
+    d->ops->close(d);
+    open_small(&g, &m);
+    uint64_t tags[2] = {0};
+    m.n_tags = 2;
+    gpu_prepare(&g, 1, attend_ops, &m);
+    m.tags = gpu_copy(&g, tags, sizeof tags);
+    gpu_prepare(&g, 2, attend_ops, &m);
+    for (uint32_t i = 0; i < 3; i++) {
+        gpu_rows_step(&g, DN_STEP_DECODE, 2);
+        for (uint32_t q = 0; q < 2; q++) {
+            g.s->page_start[q + 1] = (int32_t)q + 1;
+            g.s->page[q] = q + (i == 2); /* in the end one is the arena's end */
+            g.s->tag[q] = 0;
+            g.s->check[q] = i == 1;
+        }
+        if (i == 2)
+            fclose(stderr); /* what it has to say is for people who look for a bug */
+        gpu_step(&g, i == 1 ? 2 : 1, attend_ops, &m);
+    }
+    _exit(1);
+}
+
+Test(step, wild_page)
+{
+    int status = 0;
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0)
+        wild_page();
+    cr_assert_eq(waitpid(pid, &status, 0), pid);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 77) {
+        struct gpu g;
+        gpu_open(&g, &(struct dn_step_limits){.tokens = 1, .seqs = 1, .rows = 1, .pages = 1}, 1, 1); /* says why */
+    }
+    cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "status %#x", (unsigned)status);
 }
 
 struct head {

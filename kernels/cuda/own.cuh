@@ -49,7 +49,7 @@ struct dn_cuda_private {
     struct dn_step step;    /* host arrays */
     uint8_t *host, *device; /* one block on each side, of the same layout */
     size_t begin_prefill, begin_decode, page_at, block_bytes, host_bytes;
-    uint32_t n_pages; /* of the tag table that was last recorded: page ids are below; 0: not known */
+    uint32_t n_pages;                    /* of the tag table that was last recorded: page ids are below; 0: not known */
     struct dn_cuda_step prefill, decode; /* device pointers, by kind */
     struct {
         int32_t *token_id, *position, *token_seq;

@@ -13,14 +13,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-void dn_model_add_eos(struct dn_model *m, int64_t id)
+int dn_model_add_eos(struct dn_model *m, int64_t id, struct dn_err *err)
 {
-    if (id < 0 || id >= DN_MODEL_MAX_VOCAB || m->n_eos == DN_MODEL_MAX_EOS)
-        return;
     for (size_t i = 0; i < m->n_eos; i++)
         if (m->eos_id[i] == id)
-            return;
-    m->eos_id[m->n_eos++] = (int32_t)id;
+            return 0;
+    if (m->n_eos == DN_MODEL_MAX_EOS)
+        return dn_err_set(err, DN_MODEL_FILE, "end-of-text id %" PRId64 " is one too many, expected at most %d", id,
+                          DN_MODEL_MAX_EOS);
+    m->eos_id[m->n_eos++] = (int32_t)id; /* within the vocabulary: check_ids() */
+    return 0;
 }
 
 int dn_model_take_template(struct dn_model *m, char *text, size_t len, const char *from, struct dn_err *err)

@@ -131,8 +131,8 @@ static int read_special(struct dn_model *m, struct dn_err *err)
         int code = dn_gguf_u64(m->gguf, end[i], 0, DN_MODEL_MAX_VOCAB, &id, &found, err);
         if (code != 0)
             return code;
-        if (found)
-            dn_model_add_eos(m, (int64_t)id);
+        if (found && (code = dn_model_add_eos(m, (int64_t)id, err)) != 0)
+            return code;
     }
     int code = dn_gguf_u64(m->gguf, "tokenizer.ggml.bos_token_id", 0, DN_MODEL_MAX_VOCAB, &id, &found, err);
     if (code == 0 && found)

@@ -168,36 +168,62 @@ static int read_yarn(struct dn_hyper *h, const json_t *rope, struct dn_err *err)
     return code;
 }
 
-/* The rotary embedding is spelt in two ways: rope_theta + rope_scaling, or rope_parameters with all of it. */
+/* The object with the rotary embedding's numbers, NULL without one: rope_scaling, or rope_parameters as newer files
+ * call it. Of both, other readers take the one or the other. */
+static int find_rope(const json_t *c, json_t **rope, struct dn_err *err)
+{
+    static const char *const key[] = {"rope_scaling", "rope_parameters"};
+    json_t *found[2];
+    for (int i = 0; i < 2; i++) {
+        int code = dn_config_blame(dn_json_get_object(c, key[i], &found[i], err), key[i], err);
+        if (code != 0)
+            return code;
+        if (found[i] != NULL && json_object_size(found[i]) == 0)
+            found[i] = NULL;
+    }
+    if (found[0] != NULL && found[1] != NULL && !json_equal(found[0], found[1]))
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "\"rope_scaling\" and \"rope_parameters\" say different things, expected one of them");
+    *rope = found[0] != NULL ? found[0] : found[1];
+    return 0;
+}
+
+static int read_rope_type(const json_t *rope, const char **out, struct dn_err *err)
+{
+    const char *old_type;
+    size_t n;
+    int code = dn_config_blame(dn_json_get_string(rope, "rope_type", out, &n, err), "rope_type", err);
+    if (code == 0)
+        code = dn_config_blame(dn_json_get_string(rope, "type", &old_type, &n, err), "type", err);
+    if (code == 0 && *out != NULL && old_type != NULL && strcmp(*out, old_type) != 0)
+        return dn_err_set(err, DN_MODEL_FILE, "rope scaling: \"rope_type\" is \"%.40s\", but \"type\" is \"%.40s\"",
+                          *out, old_type);
+    if (code == 0 && *out == NULL)
+        *out = old_type != NULL ? old_type : "default";
+    return code;
+}
+
+/* rope_theta and partial_rotary_factor lie in that object or beside it. */
 static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
 {
     json_t *rope;
-    const char *type, *old_type;
-    size_t n;
+    const char *type;
     double partial = 1;
-    bool is_new = dn_json_has(c, "rope_parameters");
-    int code = dn_config_blame(dn_json_get_object(c, is_new ? "rope_parameters" : "rope_scaling", &rope, err),
-                               "rope_scaling", err);
+    int code = find_rope(c, &rope, err);
     if (code != 0)
         return code;
-    const json_t *source = is_new && dn_json_has(rope, "rope_theta") ? rope : c;
-    code = dn_config_f64(source, "rope_theta", 1, 1e12, 10000, &h->rope_theta, err);
-    source = is_new && dn_json_has(rope, "partial_rotary_factor") ? rope : c;
+    code = dn_config_f64(rope != NULL && dn_json_has(rope, "rope_theta") ? rope : c, "rope_theta", 1, 1e12, 10000,
+                         &h->rope_theta, err);
     if (code == 0)
-        code = dn_config_f64(source, "partial_rotary_factor", 0, 1, 1, &partial, err);
+        code = dn_config_f64(rope != NULL && dn_json_has(rope, "partial_rotary_factor") ? rope : c,
+                             "partial_rotary_factor", 0, 1, 1, &partial, err);
     if (code == 0 && partial != 1)
         code = dn_err_set(err, DN_MODEL_FILE, "\"partial_rotary_factor\": %g is not supported, expected 1", partial);
     if (code != 0 || rope == NULL)
         return code;
-    code = dn_config_blame(dn_json_get_string(rope, "rope_type", &type, &n, err), "rope_type", err);
-    if (code == 0)
-        code = dn_config_blame(dn_json_get_string(rope, "type", &old_type, &n, err), "type", err);
-    if (code != 0)
+    code = read_rope_type(rope, &type, err);
+    if (code != 0 || strcmp(type, "default") == 0)
         return code;
-    if (type == NULL)
-        type = old_type;
-    if (type == NULL || strcmp(type, "default") == 0)
-        return 0;
     if (strcmp(type, "llama3") == 0)
         return read_llama3(h, rope, err);
     if (strcmp(type, "yarn") == 0)
@@ -301,7 +327,9 @@ static int read_eos(struct dn_model *m, const json_t *c, struct dn_err *err)
             dn_json_int(json_is_array(v) ? json_array_get(v, i) : v, "eos_token_id", 0, DN_MODEL_MAX_VOCAB, &id, err);
         if (code != 0)
             return dn_config_blame(code, "eos_token_id", err);
-        dn_model_add_eos(m, id);
+        code = dn_model_add_eos(m, id, err);
+        if (code != 0)
+            return code;
     }
     return 0;
 }
@@ -425,7 +453,9 @@ static int read_template(struct dn_model *m, struct dn_err *err)
     if (path != NULL) {
         int code = dn_mapfile_read_text(path, MAX_TEMPLATE_BYTES, &text, &len, err);
         free(path);
-        return code == 0 ? dn_model_take_template(m, text, len, "chat_template.jinja", err) : code;
+        if (code == 0 && (code = dn_model_take_template(m, text, len, "chat_template.jinja", err)) != 0)
+            dn_err_prefix(err, "%s", m->path);
+        return code;
     }
     json_t *c;
     int code = read_tokenizer_config(m, &c, err);
@@ -436,7 +466,7 @@ static int read_template(struct dn_model *m, struct dn_err *err)
         code = dn_model_take_template(m, dn_strndup(json_string_value(t), json_string_length(t)), json_string_length(t),
                                       "tokenizer_config.json", err);
     json_decref(c);
-    return code;
+    return code == 0 ? 0 : dn_err_prefix(err, "%s", m->path);
 }
 
 int dn_model_read_hf(struct dn_model *m, struct dn_err *err)

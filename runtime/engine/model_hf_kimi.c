@@ -119,8 +119,12 @@ static int check_group(const json_t *group, struct dn_err *err)
     json_t *w;
     bool symmetric = true;
     int code = dn_config_blame(dn_json_get_object(group, "weights", &w, err), "weights", err);
-    if (code == 0 && dn_json_has(group, "input_activations"))
-        code = dn_err_set(err, DN_MODEL_FILE, "\"input_activations\": quantised activations are not supported");
+    static const char *const activations[] = {"input_activations", "output_activations"};
+    for (size_t i = 0; i < 2 && code == 0; i++)
+        if (dn_json_has(group, activations[i]))
+            code = dn_err_set(err, DN_MODEL_FILE, "\"%s\": quantised activations are not supported", activations[i]);
+    if (code == 0)
+        code = dn_config_expect(group, "format", "pack-quantized", err);
     if (code == 0 && w == NULL)
         code = dn_err_set(err, DN_MODEL_FILE, "\"weights\" is missing");
     if (code == 0)
@@ -140,6 +144,23 @@ static int check_group(const json_t *group, struct dn_err *err)
     return code;
 }
 
+/* What may be done to the values besides: rotations, which activations would need as well, and sparse forms. */
+static int check_extras(const json_t *q, struct dn_err *err)
+{
+    json_t *transform, *sparsity;
+    int code = dn_config_blame(dn_json_get_object(q, "transform_config", &transform, err), "transform_config", err);
+    if (code == 0 && transform != NULL && json_object_size(transform) > 0) {
+        json_t *groups = json_object_get(transform, "config_groups");
+        if (!json_is_object(groups) || json_object_size(groups) > 0)
+            return dn_err_set(err, DN_MODEL_FILE, "\"transform_config\": transformed weights are not supported");
+    }
+    if (code == 0)
+        code = dn_config_blame(dn_json_get_object(q, "sparsity_config", &sparsity, err), "sparsity_config", err);
+    if (code == 0 && sparsity != NULL && (code = dn_config_expect(sparsity, "format", "dense", err)) != 0)
+        dn_err_prefix(err, "\"sparsity_config\"");
+    return code;
+}
+
 static int check_compressed(const json_t *q, struct dn_err *err)
 {
     json_t *groups, *group;
@@ -148,6 +169,8 @@ static int check_compressed(const json_t *q, struct dn_err *err)
         return dn_err_set(err, DN_MODEL_FILE,
                           "\"kv_cache_scheme\" is not supported, expected null (the cache has scales of its own)");
     int code = dn_config_expect(q, "format", "pack-quantized", err);
+    if (code == 0)
+        code = check_extras(q, err);
     if (code == 0)
         code = dn_config_blame(dn_json_get_object(q, "config_groups", &groups, err), "config_groups", err);
     if (code == 0 && groups != NULL) {
@@ -161,12 +184,12 @@ static int check_compressed(const json_t *q, struct dn_err *err)
     return code;
 }
 
-int dn_model_check_quantisation(const json_t *c, struct dn_err *err)
+static int check_method(const json_t *c, const char *key, struct dn_err *err)
 {
     json_t *q;
     const char *method;
     size_t n;
-    int code = dn_config_blame(dn_json_get_object(c, "quantization_config", &q, err), "quantization_config", err);
+    int code = dn_config_blame(dn_json_get_object(c, key, &q, err), key, err);
     if (code != 0 || q == NULL)
         return code;
     code = dn_config_blame(dn_json_get_string(q, "quant_method", &method, &n, err), "quant_method", err);
@@ -178,5 +201,11 @@ int dn_model_check_quantisation(const json_t *c, struct dn_err *err)
         code = dn_err_set(err, DN_MODEL_FILE,
                           "\"quant_method\": \"%.40s\" is not supported, expected fp8 or compressed-tensors",
                           method ? method : "");
-    return code == 0 ? 0 : dn_err_prefix(err, "\"quantization_config\"");
+    return code == 0 ? 0 : dn_err_prefix(err, "\"%s\"", key);
+}
+
+int dn_model_check_quantisation(const json_t *c, struct dn_err *err)
+{
+    int code = check_method(c, "quantization_config", err);
+    return code == 0 ? check_method(c, "compression_config", err) : code; /* an older name */
 }

@@ -45,7 +45,8 @@ int dn_model_check_quantisation(const json_t *c, struct dn_err *err);
 /* What both sources check once the numbers are read: divisibility, head sizes, bounds that depend on each other. */
 int dn_model_check_hyper(const struct dn_hyper *h, struct dn_err *err);
 
-void dn_model_add_eos(struct dn_model *m, int64_t id);
+/* An id (0 to DN_MODEL_MAX_VOCAB) that ends a text, unless it is known already; too many of them is an error. */
+int dn_model_add_eos(struct dn_model *m, int64_t id, struct dn_err *err);
 
 /* Takes text (dn_alloc'ed) as the template; a template with a NUL in it is refused and freed. */
 int dn_model_take_template(struct dn_model *m, char *text, size_t len, const char *from, struct dn_err *err);

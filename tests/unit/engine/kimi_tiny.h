@@ -246,7 +246,7 @@ static inline void kimi_config(const struct kimi_kind *d, const struct kimi_faul
     const struct kimi_sizes *z = &KIMI_SIZES[d->sizes];
     if (d->wrapped)
         dn_buf_printf(b, "{\"model_type\":\"kimi_k25\",\"vision_config\":{},\"text_config\":");
-    dn_buf_printf(b, "{\"model_type\":\"%s\",\"hidden_act\":\"silu\",\"eos_token_id\":2,\"bos_token_id\":1,%s",
+    dn_buf_printf(b, "{\"model_type\":\"%s\",\"hidden_act\":\"silu\",\"bos_token_id\":1,%s",
                   d->q_lora ? "kimi_k2" : "deepseek_v3", d->rope);
     const struct {
         const char *key;
@@ -273,6 +273,7 @@ static inline void kimi_config(const struct kimi_kind *d, const struct kimi_faul
                   {"max_position_embeddings", 512}};
     for (size_t i = 0; i < sizeof number / sizeof *number; i++)
         kimi_member(f, b, number[i].key, "%u", number[i].value);
+    kimi_member(f, b, "eos_token_id", "2");
     if (d->q_lora)
         kimi_member(f, b, "q_lora_rank", "%u", d->q_lora);
     else

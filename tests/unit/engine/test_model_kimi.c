@@ -124,12 +124,14 @@ Test(model_kimi, one_projection_of_queries_and_an_untied_head)
     dn_model_close(m);
 }
 
-/* The rotary embedding has been spelt in three ways. */
+/* The rotary embedding has been spelt in four ways. */
 Test(model_kimi, yarn_is_read_however_it_is_spelt)
 {
     static const char *const rope[] = {
         KIMI_YARN,
         "\"rope_theta\":50000.0,\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":8,"
+        "\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}",
+        "\"rope_scaling\":{\"rope_type\":\"yarn\",\"rope_theta\":50000.0,\"factor\":8,"
         "\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}",
         "\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":50000.0,\"factor\":8.0,\"beta_fast\":32,"
         "\"beta_slow\":1,\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}"};
@@ -366,11 +368,61 @@ Test(model_kimi, what_the_forward_pass_does_not_know_is_refused_by_name)
         {NULL, COMPRESSED("\"num_bits\":4", ",\"kv_cache_scheme\":{\"num_bits\":8}"),
          "\"quantization_config\": \"kv_cache_scheme\" is not supported, expected null (the cache has scales of its "
          "own)"},
+        {NULL,
+         COMPRESSED("\"num_bits\":4", ",\"transform_config\":{\"config_groups\":{\"u\":{\"type\":\"hadamard\"}}}"),
+         "\"quantization_config\": \"transform_config\": transformed weights are not supported"},
+        {NULL, COMPRESSED("\"num_bits\":4", ",\"sparsity_config\":{\"format\":\"sparse-24-bitmask\"}"),
+         "\"quantization_config\": \"sparsity_config\": \"format\": \"sparse-24-bitmask\" is not supported, expected "
+         "dense"},
+        {NULL, COMPRESSED("\"num_bits\":4},\"output_activations\":{\"num_bits\":8", ""),
+         "\"quantization_config\": \"group_0\": \"output_activations\": quantised activations are not supported"},
+        {NULL, COMPRESSED("\"num_bits\":4},\"format\":\"marlin-24\",\"x\":{", ""),
+         "\"quantization_config\": \"group_0\": \"format\": \"marlin-24\" is not supported, expected pack-quantized"},
+        {NULL, ",\"compression_config\":{\"quant_method\":\"compressed-tensors\",\"format\":\"int-quantized\"}",
+         "\"compression_config\": \"format\": \"int-quantized\" is not supported, expected pack-quantized"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         char text[512];
         snprintf(text, sizeof text, "/config.json: %s", bad[i].text);
         refused(0, without(bad[i].key, bad[i].extra), text);
+    }
+}
+
+/* What compressed-tensors writes where it did nothing more. */
+Test(model_kimi, empty_parts_of_the_quantisation_say_nothing)
+{
+    dn_model_close(open_kind(0, FAULT(.extra = COMPRESSED("\"num_bits\":4},\"output_activations\":null,\"format\":"
+                                                          "\"pack-quantized\",\"x\":{",
+                                                          ",\"transform_config\":{},\"sparsity_config\":{}"))));
+    dn_model_close(
+        open_kind(0, FAULT(.extra = COMPRESSED("\"num_bits\":4", ",\"transform_config\":{\"config_groups\":{}},"
+                                                                 "\"sparsity_config\":{\"format\":\"dense\"}"))));
+}
+
+/* None may be dropped: a model would write on behind what it means as an end. */
+Test(model_kimi, ids_that_end_a_text_are_all_kept_or_refused)
+{
+    struct kimi_kind k = KIMI_KIND[0];
+    static const char *const rope[] = {"\"rope_theta\":1e4,\"eos_token_id\":[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15]",
+                                       "\"rope_theta\":1e4,\"eos_token_id\":2097152"};
+    static const char *const text[] = {
+        "/generation_config.json: end-of-text id 100 is one too many, expected at most 16",
+        ": end-of-text id 2097152 outside the vocabulary of 256"};
+    for (int i = 0; i < 2; i++) {
+        char whole[300];
+        struct dn_buf b = {0};
+        struct dn_model *m = NULL;
+        struct dn_err err = {0};
+        k.rope = rope[i];
+        const char *folder = kimi_checkpoint(&k, FAULT(.without = "eos_token_id"));
+        dn_buf_puts(&b, i == 0 ? "{\"eos_token_id\":[15,100,101]}" : "{}");
+        tiny_file(folder, "generation_config.json", &b);
+        dn_buf_release(&b);
+        snprintf(whole, sizeof whole, "%s%s", folder, text[i]);
+        cr_expect_eq(dn_model_open(folder, &m, &err), -DN_MODEL_FILE);
+        cr_expect_str_eq(err.text, whole);
+        dn_model_close(m);
+        tiny_remove(folder);
     }
 }
 
@@ -386,6 +438,11 @@ Test(model_kimi, rope_scaling_is_checked)
         {"\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":64,"
          "\"attention_factor\":2.0}",
          "rope scaling yarn: \"attention_factor\" is not supported"},
+        {"\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":64},"
+         "\"rope_parameters\":{\"rope_type\":\"default\"}",
+         "\"rope_scaling\" and \"rope_parameters\" say different things, expected one of them"},
+        {"\"rope_scaling\":{\"type\":\"yarn\",\"rope_type\":\"default\"}",
+         "rope scaling: \"rope_type\" is \"default\", but \"type\" is \"yarn\""},
         {"\"rope_scaling\":{\"type\":\"dynamic\"}",
          "rope scaling \"dynamic\" is not supported, expected default, yarn or llama3"},
     };

@@ -209,7 +209,8 @@ static int parse_shard(struct dn_safetensors *st, const uint8_t *data, uint64_t 
 /* Sorts by name, and refuses a name that two shards have. */
 static int finish(struct dn_safetensors *st, struct dn_err *err)
 {
-    qsort(st->tensor, st->n_tensors, sizeof *st->tensor, by_name);
+    if (st->n_tensors > 0)
+        qsort(st->tensor, st->n_tensors, sizeof *st->tensor, by_name);
     for (size_t i = 1; i < st->n_tensors; i++)
         if (strcmp(st->tensor[i - 1].name, st->tensor[i].name) == 0)
             return dn_err_set(err, DN_MODEL_FILE, "tensor \"%.200s\" is in two shards", st->tensor[i].name);
@@ -315,6 +316,8 @@ static int open_index(struct dn_safetensors *st, const char *path, struct dn_err
         *slash = '\0';
     if (!json_is_object(map))
         code = dn_err_set(err, DN_MODEL_FILE, "\"weight_map\" is not an object");
+    else if (json_object_size(map) == 0)
+        code = dn_err_set(err, DN_MODEL_FILE, "\"weight_map\" names no tensor");
     else
         code = open_shards(st, map, slash != NULL ? dir : ".", opened, err);
     if (code == 0)
@@ -363,5 +366,5 @@ void dn_safetensors_close(struct dn_safetensors *st)
 const struct dn_tensor *dn_safetensors_find(const struct dn_safetensors *st, const char *name)
 {
     struct dn_tensor probe = {.name = name};
-    return bsearch(&probe, st->tensor, st->n_tensors, sizeof probe, by_name);
+    return st->n_tensors == 0 ? NULL : bsearch(&probe, st->tensor, st->n_tensors, sizeof probe, by_name);
 }

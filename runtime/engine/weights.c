@@ -7,6 +7,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* How a matrix's format is chosen. */
 enum kind { KIND_LINEAR, KIND_VOCAB, KIND_BF16 };
@@ -444,10 +445,28 @@ static int upload_layer(struct dn_weights *w, uint32_t l, struct dn_err *err)
 
 /* ---- Open and close ---------------------------------------------------------------------------------------------- */
 
+/* Systems promise memory that they do not have, and end the process when it is used: minutes later, without a word. */
+static int check_memory(const struct dn_weights *w, struct dn_err *err)
+{
+    uint64_t free_bytes, total_bytes;
+    w->device->ops->memory(w->device, &free_bytes, &total_bytes);
+    long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
+    if (total_bytes == 0 && pages > 0 && page_bytes > 0)
+        total_bytes = (uint64_t)pages * (uint64_t)page_bytes;
+    if (total_bytes == 0 || w->bytes <= total_bytes)
+        return 0;
+    return dn_err_set(err, DN_NO_MEMORY,
+                      "%s: the weights need %" PRIu64 " bytes, and the device has %" PRIu64 " in all", w->model->path,
+                      w->bytes, total_bytes);
+}
+
 static int load_all(struct dn_weights *w, const struct dn_weights_jobs *jobs, const struct dn_weights_conf *conf,
                     struct dn_err *err)
 {
     struct dn_device *d = w->device;
+    int fits = check_memory(w, err);
+    if (fits != 0)
+        return fits;
     for (size_t i = 0; i < jobs->n; i++) {
         struct dn_matrix *m = jobs->job[i].m;
         m->data = d->ops->alloc(d, m->bytes);

@@ -183,6 +183,7 @@ Test(safetensors, index_and_shards_must_agree)
     check_index(folder, "{\"weight_map\":{\"x\":\"../1.safetensors\"}}", "not the name of a file beside the index");
     check_index(folder, "{\"weight_map\":{\"x\":\"3.safetensors\"}}", "3.safetensors: No such file");
     check_index(folder, "{\"weight_map\":[]}", "\"weight_map\" is not an object");
+    check_index(folder, "{\"weight_map\":{}}", "\"weight_map\" names no tensor");
     check_index(folder, "{", "index.json: ");
     put_file(folder, "2.safetensors", &x);
     check_index(folder, "{\"weight_map\":{\"x\":\"1.safetensors\",\"y\":\"2.safetensors\"}}",

@@ -112,3 +112,32 @@ Test(synthetic, refusals_name_what_is_wrong)
     cr_assert_eq(dn_synthetic_open(path, 1, DN_W_INT4, &m, &err), -DN_MODEL_FILE);
     unlink(path);
 }
+
+/* Systems with more memory promised than there is would end the process while the weights are packed. */
+Test(synthetic, weights_that_no_machine_holds_are_refused_at_once)
+{
+    static const char from[] =
+        "{\"model_type\": \"kimi_k2\", \"num_hidden_layers\": 5, \"hidden_size\": 49152, \"intermediate_size\": 384,"
+        " \"n_routed_experts\": 1024, \"moe_intermediate_size\": 49152, \"vocab_size\": 512,"
+        " \"max_position_embeddings\": 4096, \"num_attention_heads\": 4, \"kv_lora_rank\": 128, \"qk_nope_head_dim\": "
+        "64,"
+        " \"qk_rope_head_dim\": 32, \"v_head_dim\": 64, \"num_experts_per_tok\": 4, \"n_shared_experts\": 1,"
+        " \"first_k_dense_replace\": 1, \"norm_topk_prob\": true, \"routed_scaling_factor\": 2.5, \"n_group\": 1,"
+        " \"topk_group\": 1}";
+    char text[300];
+    const struct dn_step_limits limits = {.tokens = 8, .seqs = 2, .rows = 2, .pages = 8, .tags = 1};
+    const struct dn_device_conf dc = {.n_threads = 1, .limits = limits, .n_slots = 1, .n_vocab = 512};
+    struct dn_model *m;
+    struct dn_device *d;
+    struct dn_weights *w;
+    struct dn_err err = {0};
+    write_config(from);
+    cr_assert_eq(dn_synthetic_open(path, 0, DN_W_INT4, &m, &err), 0, "%s", err.text);
+    unlink(path);
+    cr_assert_eq(dn_kernels_open_cpu(&dc, &d, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_weights_open(d, m, &(struct dn_weights_conf){.format = DN_WEIGHTS_AUTO}, &w, &err), -DN_NO_MEMORY);
+    snprintf(text, sizeof text, "%s: the weights need ", path);
+    cr_expect(strncmp(err.text, text, strlen(text)) == 0 && strstr(err.text, " in all") != NULL, "%s", err.text);
+    d->ops->close(d);
+    dn_model_close(m);
+}

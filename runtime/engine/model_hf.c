@@ -190,7 +190,7 @@ static int find_rope(const json_t *c, json_t **rope, struct dn_err *err)
 
 static int read_rope_type(const json_t *rope, const char **out, struct dn_err *err)
 {
-    const char *old_type;
+    const char *old_type = NULL;
     size_t n;
     int code = dn_config_blame(dn_json_get_string(rope, "rope_type", out, &n, err), "rope_type", err);
     if (code == 0)
@@ -206,8 +206,8 @@ static int read_rope_type(const json_t *rope, const char **out, struct dn_err *e
 /* rope_theta and partial_rotary_factor lie in that object or beside it. */
 static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
 {
-    json_t *rope;
-    const char *type;
+    json_t *rope = NULL;
+    const char *type = NULL;
     double partial = 1;
     int code = find_rope(c, &rope, err);
     if (code != 0)

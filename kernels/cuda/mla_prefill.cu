@@ -2,14 +2,16 @@
  * out[t][h] = softmax(scale * q[t][h] . K[h][0..position[t]]) V[h].
  *
  * Kernels, for some sequences at a time and then for some heads at a time, as the workspace has room:
- *   unpack  W_k, W_v of all heads to bf16 blocks [64 outputs][64 k] (swizzled, wgmma.cuh), a head's K outputs, then its
- * V's gather  the cache: latents and rope keys as 9 blocks [64 tokens][64] a page, FP8 times its scale in bf16; tokens
- * beyond the sequence's length are zeros (stale pages may hold NaN, and 0 * NaN is NaN) expand  blocks [64 tokens][64]
- * of K and V for each (head, page): 128 tokens x 128 outputs, k = 512. Two warpgroups, one a page; a producer thread
- * copies blocks of 64 k, four stages of 32 KB flash   128 rows of one sequence and head against tiles of 128 tokens.
- * Two warpgroups of 64 rows; S = Q K^T (m64n128k16), online softmax in registers, O += P V with P from registers; Q K^T
- * of the next tile is issued before P V of this. Pages are numbered as in the step's page[]: the page index is where a
- * block lies, whatever sequence it is of.
+ * - unpack: W_k, W_v of all heads to bf16 blocks [64 outputs][64 k] (swizzled, wgmma.cuh), a head's K outputs, then its
+ *   V's.
+ * - gather: the cache, latents and rope keys as 9 blocks [64 tokens][64] a page, FP8 times its scale in bf16. Tokens
+ *   beyond the sequence's length are zeros (stale pages may hold NaN, and 0 * NaN is NaN).
+ * - expand: blocks [64 tokens][64] of K and V for each (head, page): 128 tokens x 128 outputs, k = 512. Two warpgroups,
+ *   one a page; a producer thread copies blocks of 64 k, four stages of 32 KB.
+ * - flash: 128 rows of one sequence and head against tiles of 128 tokens. Two warpgroups of 64 rows; S = Q K^T
+ *   (m64n128k16), online softmax in registers, O += P V with P from registers; Q K^T of the next tile is issued before
+ *   P V of this.
+ * Pages are numbered as in the step's page[]: the page index is where a block lies, whatever sequence it is of.
  *
  * A row's bits depend on its own inputs alone: tiles count from position 0, and a tile beyond a row's position changes
  * nothing (P = 0, factor 1). Work: 2 (nope + rope + v) FLOP a row, position and head; expanding 2 * 512 (nope + v) a
@@ -89,9 +91,19 @@ static __device__ __forceinline__ uint32_t seq_of_page(const struct args &a, uin
     return lo;
 }
 
+static __device__ __forceinline__ bool has_odd(uint32_t w) /* two bf16, one of them no number */
+{
+    return (w & 0x7f80) == 0x7f80 || (w & 0x7f800000) == 0x7f800000;
+}
+
+/* A token whose latent has values that are no numbers gets zeros instead and a rope key of NaN: rows that see it become
+ * NaN through their scores, and rows that don't are not touched by 0 * NaN. */
 static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constant__ struct args a)
 {
+    __shared__ uint32_t odd[DN_MLA_TOKENS / 32];
     uint32_t index = a.page0 + blockIdx.x, t = threadIdx.x;
+    if (t < DN_MLA_TOKENS / 32)
+        odd[t] = 0;
     dn_start_next();
     dn_wait_previous();
     uint32_t seq = seq_of_page(a, index), first = (index - (uint32_t)a.s.page_start[seq]) * DN_MLA_TOKENS;
@@ -101,6 +113,7 @@ static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constan
     int f = a.s.kv_format[seq];
     const uint8_t *page = tokens ? dn_mla_page(a.l, a.arena, f, a.s.page[index], a.layer) : NULL;
     uint8_t *to = a.gathered + (size_t)blockIdx.x * GATHERED;
+    __syncthreads();
     for (uint32_t i = t; i < GATHERED / 16; i += 256) {
         uint32_t block = i / 512, token = i % 512 / 8,
                  chunk = i % 8; /* where it lies: chunk ^ (token & 7) of the row */
@@ -120,6 +133,16 @@ static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constan
             }
         }
         *(uint4 *)(to + i * 16) = v;
+        if (block < LATENT_BLOCKS && (has_odd(v.x) || has_odd(v.y) || has_odd(v.z) || has_odd(v.w)))
+            atomicOr(&odd[token / 32], 1u << token % 32);
+    }
+    __syncthreads();
+    if (!(odd[0] | odd[1]))
+        return;
+    for (uint32_t i = t; i < GATHERED / 16; i += 256) { /* a thread's own chunks again */
+        uint32_t token = i % 512 / 8, x = i / 512 == LATENT_BLOCKS ? 0x7fc07fc0 : 0;
+        if (odd[token / 32] >> token % 32 & 1)
+            *(uint4 *)(to + i * 16) = make_uint4(x, x, x, x);
     }
 }
 

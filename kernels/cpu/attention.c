@@ -38,9 +38,14 @@ struct item {
     uint32_t kv_head;
     uint32_t split; /* first position, or ALL */
     uint32_t n_splits;
+    uint32_t pass;
     size_t part; /* where the states of the splits lie, in floats */
 };
 enum { ALL = UINT32_MAX };
+
+/* Spread items go in passes whose states take no more than that, or one item's: 512 splits of Kimi K2's 64 heads, work
+ * for any number of threads. Without a bound a batch of long contexts would want more than there is of memory. */
+enum { PASS_FLOATS = (64 << 20) / sizeof(float) };
 
 struct call {
     struct dn_cpu_device *d;
@@ -50,8 +55,8 @@ struct call {
     uint32_t q_stride, n_heads, n_kv_heads;
     uint32_t max_rows;
     size_t state_floats, thread_floats;
-    float *scratch; /* [threads][thread_floats] */
-    struct item *item;
+    float *scratch;    /* [threads][thread_floats] */
+    struct item *item; /* of the pass */
     float *parts;
 };
 
@@ -143,37 +148,39 @@ static uint32_t item_tokens(const struct call *c)
 }
 
 /* Cuts the step into items, later tokens first because they take longest. With `spread`, splits become items of their
- * own. Returns the number of items; `items` and `parts` may be NULL to count first. */
+ * own, in passes. Returns the number of items, and the floats of the largest pass; `items` may be NULL to count first.
+ */
 static size_t cut(const struct call *c, bool spread, struct item *items, size_t *part_floats)
 {
     const struct dn_step *s = &c->d->step;
-    uint32_t tokens = item_tokens(c);
-    size_t n = 0, floats = 0;
+    uint32_t tokens = item_tokens(c), pass = 0;
+    size_t n = 0, floats = 0, most = 0;
     for (uint32_t q = 0; q < s->n_seqs; q++) {
         uint32_t begin = (uint32_t)s->token_start[q], end = (uint32_t)s->token_start[q + 1];
         if (s->bad[q])
             continue;
         while (end > begin) {
             uint32_t m = end - begin < tokens ? end - begin : tokens, n_splits = split_count(s, end - 1);
+            bool is_spread = spread && n_splits > 1;
+            size_t need = is_spread ? n_splits * dn_attn_state_floats(m * c->work.group, c->work.padded_dim) : 0;
             end -= m;
             for (uint32_t h = 0; h < c->n_kv_heads; h++) {
-                struct item it = {q, end, m, h, ALL, n_splits, floats};
-                if (!spread || n_splits == 1) {
-                    if (items)
-                        items[n] = it;
-                    n++;
-                    continue;
+                if (floats > 0 && floats + need > PASS_FLOATS) {
+                    pass++;
+                    floats = 0;
                 }
-                for (uint32_t i = 0; i < n_splits; i++, n++) {
-                    it.split = i * DN_ATTN_SPLIT;
+                struct item it = {q, end, m, h, ALL, n_splits, pass, floats};
+                for (uint32_t i = 0; i < (is_spread ? n_splits : 1); i++, n++) {
+                    it.split = is_spread ? i * DN_ATTN_SPLIT : ALL;
                     if (items)
                         items[n] = it;
                 }
-                floats += n_splits * dn_attn_state_floats(m * c->work.group, c->work.padded_dim);
+                floats += need;
+                most = floats > most ? floats : most;
             }
         }
     }
-    *part_floats = floats;
+    *part_floats = most;
     return n;
 }
 
@@ -200,18 +207,21 @@ static bool wants_spread(unsigned n_threads, size_t n_items)
     return n_threads > 1 && n_items < 4 * (size_t)n_threads;
 }
 
-/* Scratch at the limits: items of a token and head each if groups are wide; spread, at most 4 a thread before, each
+/* Scratch at the limits: items of a token and head each if groups are wide; spread, fewer than 4 a thread before, each
  * with all splits of the longest sequence. */
 static void take_limits(struct call *c, unsigned n_threads)
 {
     const struct dn_step_limits *l = &c->d->limits;
-    size_t n_items = ((size_t)l->tokens / item_tokens(c) + l->seqs) * c->n_kv_heads, few = 4 * (size_t)n_threads;
-    size_t n_splits = (size_t)l->pages * c->work.layout->page_tokens / DN_ATTN_SPLIT + 1;
-    few = few < n_items ? few : n_items;
-    size_t spread = wants_spread(n_threads, 0) ? few * n_splits : 0;
-    dn_cpu_take(c->d, DN_SCRATCH_ITEMS, 0, (n_items > spread ? n_items : spread) * sizeof(struct item));
-    dn_cpu_take(c->d, DN_SCRATCH_PARTS, 0,
-                spread * dn_attn_state_floats(c->max_rows, c->work.padded_dim) * sizeof(float));
+    size_t n_items = ((size_t)c->d->step.n_tokens / item_tokens(c) + l->seqs) * c->n_kv_heads,
+           few = 4 * (size_t)n_threads;
+    size_t seq_pages = l->seq_pages && l->seq_pages < l->pages ? l->seq_pages : l->pages;
+    size_t n_splits = seq_pages * c->work.layout->page_tokens / DN_ATTN_SPLIT + 1;
+    few = wants_spread(n_threads, 0) ? few < n_items ? few : n_items : 0;
+    size_t item_floats = n_splits * dn_attn_state_floats(item_tokens(c) * c->work.group, c->work.padded_dim);
+    size_t pass = item_floats > PASS_FLOATS ? item_floats : PASS_FLOATS;
+    size_t floats = few > pass / item_floats ? pass : few * item_floats;
+    dn_cpu_take(c->d, DN_SCRATCH_ITEMS, 0, (n_items > few * n_splits ? n_items : few * n_splits) * sizeof(struct item));
+    dn_cpu_take(c->d, DN_SCRATCH_PARTS, 0, floats * sizeof(float));
 }
 
 static void run(struct call *c)
@@ -235,13 +245,18 @@ static void run(struct call *c)
     bool spread = wants_spread(n_threads, n);
     if (spread)
         n = cut(c, true, NULL, &floats);
-    c->item = dn_cpu_take(d, DN_SCRATCH_ITEMS, n * sizeof(struct item), 0);
+    struct item *items = dn_cpu_take(d, DN_SCRATCH_ITEMS, n * sizeof(struct item), 0);
     c->parts = dn_cpu_take(d, DN_SCRATCH_PARTS, floats * sizeof(float), 0);
-    cut(c, spread, c->item, &floats);
+    cut(c, spread, items, &floats);
     dn_cpu_zero_bad(s, c->out, (size_t)c->n_heads * w->value_dim);
-    dn_threads_for(d->exec.threads, n, 1, run_items, c);
-    if (floats)
-        dn_threads_for(d->exec.threads, n, 1, merge_items, c);
+    for (size_t begin = 0, end; begin < n; begin = end) {
+        for (end = begin + 1; end < n && items[end].pass == items[begin].pass;)
+            end++;
+        c->item = items + begin;
+        dn_threads_for(d->exec.threads, end - begin, 1, run_items, c);
+        if (floats)
+            dn_threads_for(d->exec.threads, end - begin, 1, merge_items, c);
+    }
 }
 
 void dn_cpu_attention(struct dn_device *device, const struct dn_attention *p)

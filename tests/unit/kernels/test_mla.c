@@ -456,3 +456,97 @@ Test(mla, nan_stays_with_its_sequence)
         }
     }
 }
+
+/* ---- Long contexts ----------------------------------------------------------------------------------------------- */
+
+/* Kimi K2's heads and context: what a step of 128 sequences might hold would be terabytes of softmax states. */
+Test(mla, scratch_at_the_limits_has_a_bound)
+{
+    const struct dn_device_conf conf = {
+        .n_threads = 16, .limits = {512, 128, 192, 128 * 16384, 0, 16384}, .n_slots = 1, .n_vocab = 16};
+    struct dn_err err = {0};
+    struct dn_device *d;
+    struct dn_kv_layout l;
+    int code;
+    cr_assert_eq(dn_kernels_open_cpu(&conf, &d, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_kv_layout_init_mla(&l, 1, 512, 64, 16, 1 << 20), 0);
+    while ((code = d->ops->prepare(d, 1, &err)) > 0) {
+        d->ops->mla_attention(d, &(struct dn_mla_attention){.n_heads = 64,
+                                                            .latent_dim = 512,
+                                                            .rope_dim = 64,
+                                                            .scale = 1,
+                                                            .layout = &l,
+                                                            .arena = (void *)&l,
+                                                            .out = &l});
+        d->ops->step_end(d);
+    }
+    cr_expect_eq(code, 0, "%s", err.text);
+    d->ops->close(d);
+}
+
+enum { LONG_SEQS = 3, LONG_TOKENS = 27000, LONG_HEADS = 1024, LONG_LATENT = 64, LONG_ROPE = 2, LONG_PAGES = 8 };
+
+/* A token each of long sequences, whose pages are few that come again and again. */
+static void long_step(unsigned n_threads, const float *query, const uint8_t *bytes, float *out)
+{
+    uint32_t n_pages = LONG_TOKENS / 16 + 1;
+    const struct dn_device_conf conf = {.n_threads = n_threads,
+                                        .limits = {LONG_SEQS, LONG_SEQS, 1, LONG_SEQS * n_pages, 0, n_pages},
+                                        .n_slots = 1,
+                                        .n_vocab = 16};
+    struct dn_err err = {0};
+    struct dn_device *d;
+    struct dn_kv_layout l;
+    cr_assert_eq(dn_kernels_open_cpu(&conf, &d, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_kv_layout_init_mla(&l, 1, LONG_LATENT, LONG_ROPE, 16, 1 << 16), 0);
+    uint8_t *arena = d->ops->alloc(d, l.slab_bytes);
+    for (uint64_t i = 0; i < l.slab_bytes; i += 2) /* bf16 of 2^-8 to 2 */
+        memcpy(arena + i, (uint8_t[]){bytes[i % 4096], 0x3c | (bytes[i % 4093] & 0x83)}, 2);
+    struct dn_step *s = d->ops->step_arrays(d);
+    s->kind = DN_STEP_DECODE;
+    s->n_tokens = s->n_seqs = LONG_SEQS;
+    for (uint32_t q = 0; q < LONG_SEQS; q++) {
+        uint32_t len = LONG_TOKENS - 700 * q, n = (len + 15) / 16;
+        s->token_seq[q] = (int32_t)q;
+        s->position[q] = (int32_t)len - 1;
+        s->kv_len[q] = (int32_t)len;
+        s->token_start[q + 1] = (int32_t)q + 1;
+        s->page_start[q + 1] = s->page_start[q] + (int32_t)n;
+        s->slot[q] = -1;
+        for (uint32_t i = 0; i < n; i++)
+            s->page[(uint32_t)s->page_start[q] + i] = bytes[(i + 100 * q) % 4096] % LONG_PAGES;
+    }
+    cr_assert(d->ops->step_begin(d, 1));
+    d->ops->mla_attention(d, &(struct dn_mla_attention){.q = query,
+                                                        .n_heads = LONG_HEADS,
+                                                        .latent_dim = LONG_LATENT,
+                                                        .rope_dim = LONG_ROPE,
+                                                        .scale = 0.1f,
+                                                        .layout = &l,
+                                                        .arena = arena,
+                                                        .out = out});
+    d->ops->close(d);
+}
+
+/* Splits of 1024 heads take 270 KB each: three sequences of 100 splits go in two passes, on one thread in none. */
+Test(mla, passes_over_long_contexts_give_the_same_bits)
+{
+    size_t n_query = (size_t)LONG_SEQS * LONG_HEADS * (LONG_LATENT + LONG_ROPE),
+           n_out = (size_t)LONG_SEQS * LONG_HEADS * LONG_LATENT;
+    float *query = malloc(n_query * sizeof *query), *one = malloc(n_out * sizeof *one),
+          *three = malloc(n_out * sizeof *three);
+    uint8_t bytes[4096];
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (uint8_t)rng();
+    fill_normal(query, n_query, 1.0f);
+    memset(one, 0xff, n_out * sizeof *one);
+    memset(three, 0xfe, n_out * sizeof *three);
+    long_step(1, query, bytes, one);
+    long_step(3, query, bytes, three);
+    cr_expect_arr_eq(one, three, n_out * sizeof *one);
+    for (size_t i = 0; i < n_out; i++)
+        cr_assert(isfinite(one[i]));
+    free(query);
+    free(one);
+    free(three);
+}

@@ -16,7 +16,13 @@ static __device__ __forceinline__ uint4 load_once(const uint4 *p)
     return v;
 }
 
-static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) read_kernel(const uint4 *p, size_t n, uint32_t *out)
+#if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200)
+#define BOUNDS __launch_bounds__(THREADS) /* 1,536 threads an SM: one block at a time */
+#else
+#define BOUNDS __launch_bounds__(THREADS, BLOCKS_PER_SM)
+#endif
+
+static __global__ void BOUNDS read_kernel(const uint4 *p, size_t n, uint32_t *out)
 {
     size_t step = (size_t)gridDim.x * THREADS, i = (size_t)blockIdx.x * THREADS + threadIdx.x;
     uint32_t sum = 0;

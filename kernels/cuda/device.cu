@@ -20,7 +20,8 @@ enum {
     DIRECT_BYTES = 64 << 10,
     UPLOAD_THREADS = 4,
     LARGE_BYTES = 64 << 20,
-    PAGE_TOKENS = 64
+    PAGE_TOKENS = 64,
+    MAX_TOKENS = 65535 /* of a step: blocks of a grid in y */
 };
 
 struct dn_cuda_region {
@@ -541,6 +542,9 @@ static int open_parts(struct dn_cuda *c, struct dn_err *err)
 {
     struct dn_cuda_private *own = c->own;
     int n = 0, index = c->conf.index;
+    if (c->conf.limits.tokens > MAX_TOKENS)
+        return dn_err_set(err, DN_CONFIG, "engine.step_tokens %u: the CUDA backend takes at most %d",
+                          c->conf.limits.tokens, MAX_TOKENS);
     cudaError_t e = cudaGetDeviceCount(&n);
     if (e != cudaSuccess)
         return explain(e, index, "", 0, err);

@@ -319,6 +319,22 @@ Test(step, wild_page)
     cr_expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "status %#x", (unsigned)status);
 }
 
+/* No GPU is needed for this one. */
+Test(step, too_many_tokens)
+{
+    struct dn_device_conf conf = {.limits = {.tokens = 65536, .seqs = 1, .rows = 1, .pages = 1}, .n_vocab = 1};
+    struct dn_device *d = NULL;
+    struct dn_err err = {0};
+    int rc = dn_kernels_open_library(gpu_library(), &conf, &d, &err);
+    if (rc == -DN_NOT_FOUND) {
+        printf("SKIPPED: %s\n", err.text);
+        return;
+    }
+    cr_expect_eq(rc, -DN_CONFIG);
+    cr_expect_not_null(strstr(err.text, "step_tokens 65536"), "%s", err.text);
+    cr_expect_null(d);
+}
+
 struct head {
     float *logits;
     uint32_t n_vocab;

@@ -73,7 +73,7 @@ static __device__ void store_fp8(const float *x, uint8_t *row, float *scale, uin
 static __global__ void __launch_bounds__(32 * WARPS) gqa_write(const __grid_constant__ write_args a)
 {
     __shared__ __align__(16) float rows[WARPS][GQA_MAX_DIM];
-    dn_wait_previous();
+    dn_wait_previous(); /* first: gqa_decode, which may start now, reads bad[] and pages without a wait of its own */
     dn_start_next();
     const uint32_t token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = a.dim;
     const uint32_t n = a.n_heads + 2 * a.n_kv_heads, head = blockIdx.y * WARPS + warp;

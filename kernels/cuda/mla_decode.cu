@@ -11,15 +11,15 @@
  * Warps 0-3, 4-7 (w = 0, 1): per tile S = Q K^T (64 heads x 64 tokens), each over half of k (18 steps of m64n64k16);
  * the halves are exchanged, so that w has S of tokens 32w..32w+31; row maxima are exchanged; P goes to shared memory in
  * 16 bits; O[64][256w..] += P V (4 steps of m64n256k16). Tensor pipe 1152 + 1024 clocks, shared memory about 2700.
- * Warps 8-11: BF16: one thread copies a tile (one bulk copy), FP8: 128 threads convert e4m3 to f16, one tile ahead in
- * registers. FP8 is exact from there: with s the token's scale, tiles hold c / s and f16(k_rope / s) (clamped to
- * +-65504, as is q), y = scale * s * (q . tile) + log2(s) gives P' = 2^y = s P, O = P' V, and the sum is of P' / s.
+ * Warps 8-11: BF16: one thread copies a tile (one bulk copy), FP8: 128 threads turn e4m3 into f16 times the token's
+ * scale, one tile ahead in registers: 2^-10 relative with the rounding of the scale, a fourth of what bf16 would add to
+ * the 2^-4 of e4m3. Q, rope keys (clamped to +-65504) and P are f16 then, and all else is as in BF16.
  *
  * Shared memory: Q 72 KB, two tiles 144 KB, P 8 KB, then struct tail. The exchange uses P (by w = 0) and the tile's
  * block of rope keys (by w = 1), which nobody reads any more.
  *
- * Floor: 1152 or 644 bytes a token of context. Reached at 64 x 8192: BF16 227 us, 57 % of it; FP8 309 us, 24 %
- * (README.md).
+ * Floor: 1152 or 644 bytes a token of context. Reached at 64 x 8192: BF16 221 us, 59 % of it; FP8 276 us, 26 %: four
+ * warps convert more slowly than eight consume (README.md).
  */
 #include "kernels/cuda/mla_decode.cuh"
 
@@ -55,7 +55,7 @@ static __device__ __forceinline__ void finish_q(const struct item &it, uint32_t 
             uint32_t at = shared + Q_AT + i / 2 * DN_MLA_BLOCK + dn_mla_swizzled(row, sub + i % 2 * 4);
             uint4 v = load_shared(at);
             store_shared(
-                at, make_uint4(bf16_to_f16(v.x, 1), bf16_to_f16(v.y, 1), bf16_to_f16(v.z, 1), bf16_to_f16(v.w, 1)));
+                at, make_uint4(bf16_to_f16(v.x), bf16_to_f16(v.y), bf16_to_f16(v.z), bf16_to_f16(v.w)));
         }
     }
 }
@@ -123,18 +123,15 @@ struct rows {
 
 /* Turns scores into P; alpha is what the accumulators must be multiplied by. */
 template <bool fp8>
-static __device__ __forceinline__ void softmax(const struct args &a, uint32_t shared, struct tail *tail, uint32_t b,
-                                               uint32_t tokens, uint32_t w, uint32_t t, float (&s)[16], struct rows *r,
+static __device__ __forceinline__ void softmax(const struct args &a, uint32_t shared, struct tail *tail, uint32_t tokens,
+                                               uint32_t w, uint32_t t, float (&s)[16], struct rows *r,
                                                float (&alpha)[2])
 {
     uint32_t lane = t & 31, row = (t & 127) / 32 * 16 + lane / 4, column = 32 * w + lane % 4 * 2;
     float top[2] = {-INFINITY, -INFINITY};
     for (int i = 0; i < 16; i++) {
         uint32_t c = column + i / 4 * 8 + i % 2;
-        if (fp8)
-            s[i] = s[i] * tail->column[b][0][c] + tail->column[b][1][c];
-        else
-            s[i] *= a.scale_log2;
+        s[i] *= a.scale_log2;
         if (tokens < DN_MLA_TOKENS && c >= tokens)
             s[i] = -INFINITY;
         top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
@@ -149,7 +146,7 @@ static __device__ __forceinline__ void softmax(const struct args &a, uint32_t sh
     float base[2];
     for (int i = 0; i < 2; i++) {
         float m = fmaxf(fmaxf(top[i], tail->max[1 - w][row + 8 * i]), r->max[i]);
-        base[i] = m == -INFINITY ? 0 : fp8 ? m - ROUNDS_UP : m;
+        base[i] = m == -INFINITY ? 0 : m;
         alpha[i] = exp2_fast(r->max[i] - m);
         if (m == -INFINITY)
             alpha[i] = 1;
@@ -160,8 +157,7 @@ static __device__ __forceinline__ void softmax(const struct args &a, uint32_t sh
     for (int i = 0; i < 16; i += 2) {
         int which = i / 2 % 2;
         float x = exp2_fast(s[i] - base[which]), y = exp2_fast(s[i + 1] - base[which]);
-        uint32_t c = column + i / 4 * 8;
-        r->sum[which] += fp8 ? x * tail->column[b][2][c] + y * tail->column[b][2][c + 1] : x + y;
+        r->sum[which] += x + y;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(p + which * 1024 + (((4 * w + i / 4) ^ (row & 7)) << 4)),
                      "r"(fp8 ? pack_f16(x, y) : pack_bf16(x, y))
                      : "memory");
@@ -180,7 +176,7 @@ static __device__ __forceinline__ void tiles(const struct args &a, const struct 
         float s[16], alpha[2];
         dn_barrier_wait(dn_shared(&tail->full[b]), (n >> 1) & 1);
         scores<fp8>(shared, tile, tokens, first, w, t, s);
-        softmax<fp8>(a, shared, tail, b, tokens, w, t, s, r, alpha);
+        softmax<fp8>(a, shared, tail, tokens, w, t, s, r, alpha);
         dn_fence_async();
         if (!first && __any_sync(0xffffffffu, alpha[0] != 1 || alpha[1] != 1))
             for (int k = 0; k < 128; k++)
@@ -240,7 +236,7 @@ static __device__ __forceinline__ void store_item(const struct args &a, const st
         }
         if (w == 0 && lane % 4 == 0)
             a.sums[(size_t)it.id * HEADS + row + 8 * i] =
-                r->max[i] - (it.format == DN_KV_FP8 ? ROUNDS_UP : 0) + __log2f(sum);
+                r->max[i] + __log2f(sum);
         uint4 *to = (uint4 *)(a.partial + (size_t)it.id * PARTIAL) + i * 8 * CONSUMERS + t;
 #pragma unroll
         for (int c = 0; c < 8; c++) {

@@ -19,13 +19,11 @@ enum {
     CONSUMERS = 256,
     PARTIAL = HEADS * DN_MLA_LATENT, /* values */
     PREFILL_ITEMS = 4096,            /* of a launch in a prefill step: 256 MB of partial results */
-    ROUNDS_UP = 10,                  /* FP8: P' is scaled by 2^10, away from f16's subnormals */
 };
 enum { BAR_SUMS = 1, BAR_MAX, BAR_P, BAR_FREE, BAR_ALL, BAR_PRODUCERS };
 
 struct tail {
     float max[2][HEADS];
-    float column[2][3][DN_MLA_TOKENS]; /* FP8, by tile: scale * s * log2(e), log2(s), 1 / s */
     uint64_t full[2], empty[2];
     int32_t ready;
 };
@@ -121,10 +119,35 @@ static __device__ __forceinline__ float clamp_f16(float x)
     asm("min.NaN.f32 %0, %0, 0f477fe000;\nmax.NaN.f32 %0, %0, 0fc77fe000;" : "+f"(x));
     return x;
 }
-/* Two bf16 times x, as f16. */
-static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v, float x)
+static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v)
 {
-    return pack_f16(clamp_f16(__uint_as_float(v << 16) * x), clamp_f16(__uint_as_float(v & 0xffff0000u) * x));
+    return pack_f16(clamp_f16(__uint_as_float(v << 16)), clamp_f16(__uint_as_float(v & 0xffff0000u)));
+}
+static __device__ __forceinline__ uint32_t mul_f16(uint32_t v, __half2 x)
+{
+    __half2 r = __hmul2(*(__half2 *)&v, x);
+    return *(uint32_t *)&r;
+}
+/* A token's scale in f16. One below f16's normal numbers goes in two steps: times `by`, then times `then`. */
+struct scale_f16 {
+    __half2 by, then;
+    bool is_tiny; /* of any lane's: `then` is 1 elsewhere */
+};
+static __device__ __forceinline__ struct scale_f16 split_scale(float s)
+{
+    bool tiny = s < 0x1p-13f;
+    struct scale_f16 f;
+    f.by = __float2half2_rn(tiny ? s * 0x1p12f : s);
+    f.then = __float2half2_rn(tiny ? 0x1p-12f : 1.0f);
+    f.is_tiny = __any_sync(0xffffffffu, tiny);
+    return f;
+}
+template <bool tiny> static __device__ __forceinline__ uint4 scaled(uint4 v, const struct scale_f16 &f)
+{
+    v = make_uint4(mul_f16(v.x, f.by), mul_f16(v.y, f.by), mul_f16(v.z, f.by), mul_f16(v.w, f.by));
+    if (tiny)
+        v = make_uint4(mul_f16(v.x, f.then), mul_f16(v.y, f.then), mul_f16(v.z, f.then), mul_f16(v.w, f.then));
+    return v;
 }
 static __device__ __forceinline__ void e4m3_to_f16(uint32_t v, uint32_t *lo, uint32_t *hi)
 {
@@ -194,71 +217,88 @@ static __device__ __forceinline__ void copy_item(const struct args &a, const str
     }
 }
 
-/* 16-byte unit u = 128 i + t of the latents is token u % 64, columns u / 64 * 16 ..+15. */
-static __device__ __forceinline__ uint4 latent_unit(const uint8_t *page, uint32_t t, int i, bool valid)
+/* A tile in FP8 is 20 units of 16 bytes a thread, all of token t % 64: 0..15 are columns 32 i + 16 h ..+15 of its latent,
+ * h = t / 64, which become two chunks of f16; 16..19 are chunk 4 h + i - 16 of its rope key. Units are on their way to
+ * registers AHEAD before their turn, over the ends of tiles too: enough bytes in flight, and registers left for the
+ * conversions of several units to overlap. */
+enum { UNITS = 20, LATENT_UNITS = 16, AHEAD = 10 };
+static_assert(UNITS % AHEAD == 0, "a unit's registers are the same in every tile");
+
+struct raw_tile {
+    const uint8_t *latents, *ropes; /* of this thread's units */
+    bool valid;
+};
+static __device__ __forceinline__ struct raw_tile raw_tile(const struct args &a, const uint8_t *page, uint32_t t,
+                                                           bool valid)
 {
-    return valid ? load_stream(page + (128 * i + t) * 16) : make_uint4(0, 0, 0, 0);
+    return {page + t * 16, page + a.l.format[DN_KV_FP8].v_offset + (t & 63) * 128, valid};
+}
+static __device__ __forceinline__ uint4 load_unit(const struct raw_tile &x, uint32_t t, int i)
+{
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (x.valid)
+        v = load_stream(i < LATENT_UNITS ? x.latents + i * 2048
+                                         : x.ropes + (((t / 64 * 4 + i - LATENT_UNITS) ^ (t & 7)) << 4));
+    return v;
 }
 
-/* Of a tile that comes next: its latents, the thread's half of its token's rope key, the scale. Token t % 64 in all. */
-struct raw_tile {
-    uint4 v[16], r[4];
-    float s;
-};
-static __device__ __forceinline__ uint4 rope_unit(const uint8_t *ropes, uint32_t t, int i, bool valid)
+/* at: where the token's row has chunks 2 h, 2 h + 1 (units of even i) and 2 h + 4, 2 h + 5 (odd) in the first block. */
+template <bool tiny>
+static __device__ __forceinline__ void convert_tile(const struct raw_tile &x, const struct raw_tile &next,
+                                                    uint4 (&v)[AHEAD], const uint32_t (&at)[4], uint32_t rope,
+                                                    uint32_t t, const struct scale_f16 &scale)
 {
-    return valid ? load_stream(ropes + dn_mla_swizzled(t & 63, t / 64 * 4 + i)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+        uint4 u = v[i % AHEAD];
+        v[i % AHEAD] = i + AHEAD < UNITS ? load_unit(x, t, i + AHEAD) : load_unit(next, t, i + AHEAD - UNITS);
+        if (i < LATENT_UNITS) {
+            uint4 lo, hi;
+            e4m3_to_f16(u.x, &lo.x, &lo.y);
+            e4m3_to_f16(u.y, &lo.z, &lo.w);
+            e4m3_to_f16(u.z, &hi.x, &hi.y);
+            e4m3_to_f16(u.w, &hi.z, &hi.w);
+            store_shared(at[i % 2 * 2] + i / 2 * DN_MLA_BLOCK, scaled<tiny>(lo, scale));
+            store_shared(at[i % 2 * 2 + 1] + i / 2 * DN_MLA_BLOCK, scaled<tiny>(hi, scale));
+        } else {
+            store_shared(rope + dn_mla_swizzled(t & 63, 4 * (t / 64) + i - LATENT_UNITS),
+                         make_uint4(bf16_to_f16(u.x), bf16_to_f16(u.y), bf16_to_f16(u.z), bf16_to_f16(u.w)));
+        }
+    }
 }
 
 static __device__ __forceinline__ void convert_item(const struct args &a, const struct item &it, uint32_t shared,
                                                     struct tail *tail, uint32_t n, uint32_t t)
 {
-    uint32_t rope_at = a.l.format[DN_KV_FP8].v_offset, scale_at = a.l.format[DN_KV_FP8].k_scale_offset + (t & 63) * 4;
+    uint32_t scale_at = a.l.format[DN_KV_FP8].k_scale_offset + (t & 63) * 4, h = t / 64;
     const uint8_t *page = tile_page(a, it, it.tile0);
     uint32_t next_id = it.tile0 + 1 < it.tile1 ? a.s.page[it.first_page + it.tile0 + 1] : 0;
-    bool valid = (t & 63) < tile_tokens(it, it.tile0);
-    struct raw_tile x;
-    x.s = valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
-    for (int i = 0; i < 16; i++)
-        x.v[i] = latent_unit(page, t, i, valid);
-    for (int i = 0; i < 4; i++)
-        x.r[i] = rope_unit(page + rope_at, t, i, valid);
+    struct raw_tile x = raw_tile(a, page, t, (t & 63) < tile_tokens(it, it.tile0));
+    float s = x.valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
+    uint4 v[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        v[i] = load_unit(x, t, i);
     for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
         uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES;
-        bool next = tile + 1 < it.tile1;
-        page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer); /* the next one */
+        page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer);
+        struct raw_tile next =
+            raw_tile(a, page, t, tile + 1 < it.tile1 && (t & 63) < tile_tokens(it, tile + 1));
         if (tile + 2 < it.tile1)
             next_id = a.s.page[it.first_page + tile + 2];
-        valid = next && (t & 63) < tile_tokens(it, tile + 1);
-        float scale = x.s == 0 ? 1.0f : x.s, inv = 1.0f / scale;
-        x.s = valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
+        struct scale_f16 scale = split_scale(s);
+        s = next.valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
+        uint32_t at[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            at[k] = to + dn_mla_swizzled(t & 63, 2 * h + k / 2 * 4 + k % 2);
+        uint32_t rope = to + (BLOCKS - 1) * DN_MLA_BLOCK;
         dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
-        /* Chunks 2c, 2c + 1 of the token's row, c = 2 i + t / 64. */
-        uint32_t row = to + (t & 63) * 128;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            uint4 lo, hi;
-            e4m3_to_f16(x.v[i].x, &lo.x, &lo.y);
-            e4m3_to_f16(x.v[i].y, &lo.z, &lo.w);
-            e4m3_to_f16(x.v[i].z, &hi.x, &hi.y);
-            e4m3_to_f16(x.v[i].w, &hi.z, &hi.w);
-            x.v[i] = latent_unit(page, t, i, valid);
-            uint32_t chunk = 2 * ((2 * i + t / 64) & 3), at = row + i / 2 * DN_MLA_BLOCK;
-            store_shared(at + ((chunk ^ (t & 7)) << 4), lo);
-            store_shared(at + (((chunk + 1) ^ (t & 7)) << 4), hi);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            uint4 k = make_uint4(bf16_to_f16(x.r[i].x, inv), bf16_to_f16(x.r[i].y, inv), bf16_to_f16(x.r[i].z, inv),
-                                 bf16_to_f16(x.r[i].w, inv));
-            x.r[i] = rope_unit(page + rope_at, t, i, valid);
-            store_shared(to + (BLOCKS - 1) * DN_MLA_BLOCK + dn_mla_swizzled(t & 63, t / 64 * 4 + i), k);
-        }
-        if (t < DN_MLA_TOKENS) {
-            tail->column[b][0][t] = scale * a.scale_log2;
-            tail->column[b][1][t] = __log2f(scale);
-            tail->column[b][2][t] = inv;
-        }
+        if (scale.is_tiny)
+            convert_tile<true>(x, next, v, at, rope, t, scale);
+        else
+            convert_tile<false>(x, next, v, at, rope, t, scale);
+        x = next;
         dn_fence_async();
         dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS);
         if (t == 0)

@@ -4,7 +4,8 @@
  * down here a second time), so that attention is compared on exact contents. Bounds, A = sum of p |c|:
  *   write: bf16 2^-8, e4m3 2^-4 relative and 2^-10 of the scale absolute, f32 sums 1e-5.
  *   attention: 2^-8 each for the output, P and partial results, a score's error d changes p by 2d: d = scale * sum
- * |q||k| * 64 * 2^-24 for sums in f32, and in FP8 2^-11 of the rope part, which is kept in f16.
+ * |q||k| * 64 * 2^-24 for sums in f32. FP8: contents times scale in f16, 2^-11 for each of the two, in scores and
+ * values.
  */
 #include "gpu/gpu.h"
 
@@ -286,17 +287,16 @@ static void oracle(const struct seq *s, uint32_t n, const float *q, double scale
 {
     double *p = malloc(n * sizeof *p), top = -INFINITY, sum = 0, worst = 0;
     for (uint32_t t = 0; t < n; t++) {
-        double dot = 0, size = 0, rope = 0;
+        double dot = 0, size = 0;
         const float *k = s->content + (size_t)t * WIDTH;
         for (int i = 0; i < WIDTH; i++) {
             double x = (double)q[i] * k[i];
             dot += x;
             size += fabs(x);
-            rope += i >= LATENT ? fabs(x) : 0;
         }
         p[t] = dot * scale;
         top = fmax(top, p[t]);
-        worst = fmax(worst, scale * (size * 64 * 0x1p-24 + (s->format == DN_KV_FP8 ? rope * 0x1p-11 : 0)));
+        worst = fmax(worst, scale * size * (64 * 0x1p-24 + (s->format == DN_KV_FP8 ? 0x1.01p-10 : 0)));
     }
     for (uint32_t t = 0; t < n; t++)
         sum += p[t] = exp(p[t] - top);
@@ -310,7 +310,8 @@ static void oracle(const struct seq *s, uint32_t n, const float *q, double scale
         }
     }
     for (int i = 0; i < LATENT; i++)
-        bound[i] = abs_sum[i] * (2 * 0x1.01p-8 + 2 * worst) + fabs(out[i]) * 0x1.01p-8 + 1e-6;
+        bound[i] = abs_sum[i] * (2 * 0x1.01p-8 + 2 * worst + (s->format == DN_KV_FP8 ? 0x1.01p-10 : 0)) +
+                   fabs(out[i]) * 0x1.01p-8 + 1e-6;
     free(p);
     free(abs_sum);
 }

@@ -32,11 +32,20 @@ static void mark_cut(char *text, size_t cap, int wanted)
     memcpy(text + end, "...", 4);
 }
 
+/* Names out of files are in the text, which goes to terminals: without this a tensor's name could command one. */
+static void hide_controls(char *text)
+{
+    for (; *text; text++)
+        if (((unsigned char)*text < 0x20 && *text != '\n' && *text != '\t') || *text == 0x7f)
+            *text = '?';
+}
+
 static void set_text(struct dn_err *err, enum dn_code code, const char *param, const char *format, va_list ap)
 {
     err->code = code;
     snprintf(err->param, sizeof err->param, "%s", param);
     mark_cut(err->text, sizeof err->text, vsnprintf(err->text, sizeof err->text, format, ap));
+    hide_controls(err->text);
 }
 
 int dn_err_set(struct dn_err *err, enum dn_code code, const char *format, ...)
@@ -75,6 +84,7 @@ int dn_err_prefix(struct dn_err *err, const char *format, ...)
         size_t left = sizeof err->text - (size_t)n;
         mark_cut(err->text, sizeof err->text, n + snprintf(err->text + n, left, ": %s", old));
     }
+    hide_controls(err->text);
     return -(int)err->code;
 }
 

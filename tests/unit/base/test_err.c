@@ -35,6 +35,15 @@ Test(err, cuts_a_long_text_at_a_whole_character)
     }
 }
 
+Test(err, shows_no_control_characters)
+{
+    struct dn_err err = {0};
+    dn_err_set(&err, DN_MODEL_FILE, "tensor \"%s\"", "a\033[2J\r\x7f\xc3\xa9\tb\n");
+    cr_expect_str_eq(err.text, "tensor \"a?[2J??\xc3\xa9\tb\n\"");
+    dn_err_prefix(&err, "%s", "x\033");
+    cr_expect_str_eq(err.text, "x?: tensor \"a?[2J??\xc3\xa9\tb\n\"");
+}
+
 Test(err, every_code_has_a_row)
 {
     for (int c = 1; c < DN_CODE_COUNT; c++) {

@@ -241,6 +241,11 @@ void dn_pool_close(struct dn_pool *p)
     free(p);
 }
 
+bool dn_pool_splits_steps(const struct dn_pool *p)
+{
+    return p->device->ops->splits_steps || p->runner->layout.latent_dim != 0;
+}
+
 struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format f, const void *salt, size_t n_salt)
 {
     return dn_prefix_root(p->prefix, p->model->path, dn_weights_format_name(p->weights->format), f, salt, n_salt);

@@ -53,6 +53,11 @@ int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, 
                  struct dn_err *err);
 void dn_pool_close(struct dn_pool *p);
 
+/* Whether decode and prefill are computed in different ways, which differ in their last bits: the backend wants them in
+ * steps of their own, or MLA attends in another space. Then steps hold one kind, and pages that decode has filled are
+ * found by nobody: a prompt's pages are those of prefill, for whoever asks. Any thread. */
+bool dn_pool_splits_steps(const struct dn_pool *p);
+
 /* Where the prefix chain of a request on this pool starts: its model, weights, KV format and salt. Any thread. */
 struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format f, const void *salt, size_t n_salt);
 

@@ -59,8 +59,9 @@ void dn_seq_attach_prefix(struct dn_seq *s, struct dn_pool *pool)
     if (s->n_pages > 0 || !s->req->cache_read || s->req->prompt_logprobs)
         return;
     /* At least one token is left to compute: its hidden state gives the next one. Output that penalties must count is
-     * fed again rather than found. */
-    uint32_t n = s->counts ? s->req->n_prompt : s->n_tokens;
+     * fed again rather than found, as is output whose pages would be of another kind of step (dn_pool_splits_steps()).
+     */
+    uint32_t n = s->counts || dn_pool_splits_steps(pool) ? s->req->n_prompt : s->n_tokens;
     uint32_t max_pages = (n - 1) / page_tokens;
     s->n_pages = dn_prefix_find(pool->prefix, s->root, s->token, n, max_pages, s->page, &s->chain);
     s->n_sealed = s->n_pages;
@@ -86,10 +87,11 @@ int dn_seq_take_pages(struct dn_seq *s, struct dn_pool *pool, uint32_t n_tokens)
 void dn_seq_seal(struct dn_seq *s, struct dn_pool *pool)
 {
     const uint32_t page_tokens = pool->runner->layout.page_tokens;
+    const uint32_t n_shared = dn_pool_splits_steps(pool) ? s->req->n_prompt : s->n_computed;
     for (; (s->n_sealed + 1) * page_tokens <= s->n_computed; s->n_sealed++) {
         const int32_t *token = s->token + (size_t)s->n_sealed * page_tokens;
         struct dn_hash128 hash = dn_prefix_next(pool->prefix, s->chain, token);
-        if (s->req->cache_write)
+        if (s->req->cache_write && (s->n_sealed + 1) * page_tokens <= n_shared)
             dn_prefix_enter(pool->prefix, s->chain, hash, token, s->page[s->n_sealed]);
         s->chain = hash;
     }

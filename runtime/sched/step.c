@@ -56,9 +56,9 @@ static bool have_pages(struct dn_sched *s, struct dn_seq *q, uint32_t n_tokens)
 
 /* How many of its tokens may go into this step. Prompt log-probabilities take a row a token, and leave one to each
  * sequence that may still join: so there is always one for the next token. */
-static uint32_t chunk_of(const struct dn_sched *s, const struct dn_seq *q, uint32_t budget)
+static uint32_t chunk_of(const struct dn_sched *s, const struct dn_seq *q, uint32_t budget, bool split)
 {
-    uint32_t n = q->n_tokens - q->n_computed;
+    uint32_t n = (split && q->n_computed < q->req->n_prompt ? q->req->n_prompt : q->n_tokens) - q->n_computed;
     if (n > budget)
         n = budget;
     uint32_t others = s->pool->conf.max_sequences - s->batch.n_seqs - 1;
@@ -68,10 +68,11 @@ static uint32_t chunk_of(const struct dn_sched *s, const struct dn_seq *q, uint3
     return n;
 }
 
-/* Its next token is one that the model generated, and all before it is in the cache. */
+/* Its next token is one that the model generated. More than one of them are left after a preemption: where steps are
+ * split they go through decode again, one by one, to the bits that they had. */
 static bool is_decoding(const struct dn_seq *q)
 {
-    return q->n_tokens - q->n_computed == 1 && q->n_computed >= q->req->n_prompt;
+    return q->n_computed >= q->req->n_prompt && q->n_tokens > q->n_computed;
 }
 
 static bool any_decoding(const struct dn_sched *s, uint32_t n_runnable)
@@ -95,7 +96,7 @@ static void build(struct dn_sched *s, const enum dn_step_kind *kind)
         struct dn_seq *q = s->order[i];
         if (kind && !(*kind == DN_STEP_DECODE && is_decoding(q)))
             continue;
-        if (q->slot >= 0 && q->n_tokens - q->n_computed == 1 && have_pages(s, q, q->n_tokens))
+        if (q->slot >= 0 && (kind || q->n_tokens - q->n_computed == 1) && have_pages(s, q, q->n_computed + 1))
             dn_batch_add(&s->batch, q, 1);
     }
     uint32_t budget = dn_batch_tokens_left(&s->batch);
@@ -105,7 +106,7 @@ static void build(struct dn_sched *s, const enum dn_step_kind *kind)
         struct dn_seq *q = s->order[i];
         if (q->slot < 0 || q->step_idx >= 0 || (kind && (*kind == DN_STEP_DECODE || is_decoding(q))))
             continue;
-        uint32_t chunk = chunk_of(s, q, budget);
+        uint32_t chunk = chunk_of(s, q, budget, kind != NULL);
         if (chunk > 0 && have_pages(s, q, q->n_computed + chunk)) {
             dn_batch_add(&s->batch, q, chunk);
             budget -= chunk;
@@ -307,7 +308,7 @@ bool dn_sched_step(struct dn_sched *s)
 {
     static const enum dn_step_kind decode = DN_STEP_DECODE, prefill = DN_STEP_PREFILL;
     /* MLA computes each kind in a form of its own (kernels.h), on every backend. */
-    if (!s->pool->device->ops->splits_steps && s->pool->runner->layout.latent_dim == 0)
+    if (!dn_pool_splits_steps(s->pool))
         return run_step(s, NULL);
     bool did = run_step(s, &decode);
     return run_step(s, &prefill) || did;

@@ -4,6 +4,7 @@
 
 static const struct dn_kernels *real;
 static unsigned n_decode, n_prefill;
+static int32_t prompt_end; /* of all requests of a test: no prefill beyond it; 0 = not checked */
 
 static bool begin(struct dn_device *d, uint32_t list)
 {
@@ -15,6 +16,8 @@ static bool begin(struct dn_device *d, uint32_t list)
             cr_assert(s->token_start[i] == (int32_t)i && s->kv_len[i] == s->position[i] + 1);
     } else {
         n_prefill++;
+        for (uint32_t i = 0; prompt_end && i < s->n_tokens; i++)
+            cr_assert_lt(s->position[i], prompt_end);
     }
     return real->step_begin(d, list);
 }
@@ -26,6 +29,7 @@ static struct dn_kernels split_ops(struct node *n)
     ops.splits_steps = true;
     ops.step_begin = begin;
     n_decode = n_prefill = 0;
+    prompt_end = 0;
     return ops;
 }
 
@@ -65,4 +69,51 @@ Test(split, a_sequence_alone_decodes_in_decode_steps_only)
     cr_assert_eq(n_decode, 9, "the first of ten tokens comes from prefill");
     n->pool->device->ops = real;
     node_close(n);
+}
+
+Test(split, a_preempted_sequence_decodes_its_output_again)
+{
+    struct answer want[4];
+    for (unsigned i = 0; i < 4; i++)
+        want[i] = alone(20 + i, 30, 120, DN_KV_BF16);
+    struct node *n = node_open(20, 64, (struct dn_sched_conf){.reserve_tokens = 1});
+    struct dn_kernels ops = split_ops(n);
+    n->pool->device->ops = &ops;
+    prompt_end = 30;
+    for (unsigned i = 0; i < 4; i++)
+        submit(n, request(n, i, 20 + i, 30, 120));
+    run(n);
+    cr_assert_gt(n->sched->now.preemptions, 0);
+    for (unsigned i = 0; i < 4; i++)
+        cr_assert(n->answer[i].done && same(&n->answer[i], &want[i]), "request %u", i);
+    n->pool->device->ops = real;
+    expect_no_pages_held(n);
+    node_close(n);
+}
+
+/* Asks for 40 tokens, then again with the answer in the prompt; the second time's cached tokens. */
+static uint32_t cached_in_second_turn(bool split)
+{
+    struct node *n = node_open(64, 64, (struct dn_sched_conf){0});
+    struct dn_kernels ops = split_ops(n);
+    ops.splits_steps = split;
+    n->pool->device->ops = &ops;
+    submit(n, request(n, 0, 3, 40, 40));
+    run(n);
+    struct dn_request *first = request(n, 1, 3, 40, 1), *r = request(n, 2, 3, 90, 5);
+    memcpy(r->prompt, first->prompt, 40 * sizeof *r->prompt);
+    memcpy(r->prompt + 40, n->answer[0].token, 40 * sizeof *r->prompt);
+    dn_request_free(first);
+    submit(n, r);
+    run(n);
+    uint32_t cached = n->answer[2].cached;
+    n->pool->device->ops = real;
+    node_close(n);
+    return cached;
+}
+
+Test(split, pages_that_decode_filled_are_nobody_elses_prompt)
+{
+    cr_assert_eq(cached_in_second_turn(false), 64, "four full pages of 79 computed tokens");
+    cr_assert_eq(cached_in_second_turn(true), 32, "the prompt's two full pages");
 }

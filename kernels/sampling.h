@@ -1,6 +1,7 @@
 /* The rules of the sampler that every backend shares word for word: generator, uniform number, penalties, token counts.
  *
- * For: kernels/cpu/sample.c and kernels/cuda/sample.cu, so that equal logits give equal ids. Pure functions, any thread.
+ * For: kernels/cpu/sample.c and kernels/cuda/sample.cu, so that equal logits give equal ids. Pure functions, any
+ * thread.
  */
 #ifndef DN_KERNELS_SAMPLING_H
 #define DN_KERNELS_SAMPLING_H

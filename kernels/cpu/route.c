@@ -15,6 +15,7 @@ struct best {
 
 static void offer(struct best *b, float value, uint32_t id)
 {
+    DN_BUG_ON(b->most == 0);
     if (b->n == b->most && !(value > b->value[b->n - 1]))
         return;
     uint32_t at = b->n < b->most ? b->n++ : b->n - 1;
@@ -58,28 +59,28 @@ static void choose_groups(const struct dn_route *p, const float *choice, bool *k
 
 static void token(const struct dn_route *p, const float *logit, int32_t *expert, float *weight)
 {
-    float score[DN_MAX_EXPERTS], choice[DN_MAX_EXPERTS];
+    float score[DN_MAX_EXPERTS] = {0}, choice[DN_MAX_EXPERTS] = {0};
     bool keep[DN_MAX_EXPERTS] = {true}, nan = false;
-    for (uint32_t i = 0; i < p->n_experts; i++) {
+    const uint32_t n_experts = p->n_experts, top_k = p->top_k,
+                   size = p->n_groups > 1 ? n_experts / p->n_groups : n_experts;
+    DN_BUG_ON(size == 0 || n_experts == 0 || n_experts > DN_MAX_EXPERTS || top_k == 0 || top_k > n_experts);
+    for (uint32_t i = 0; i < n_experts; i++) {
         score[i] = 1.0f / (1.0f + expf(-logit[i]));
         choice[i] = p->bias ? score[i] + p->bias[i] : score[i];
         nan = nan || isnan(logit[i]);
         choice[i] = isnan(choice[i]) ? -INFINITY : choice[i]; /* has an order, so that ids stay distinct */
     }
-    uint32_t size = p->n_groups > 1 ? p->n_experts / p->n_groups : p->n_experts;
     if (p->n_groups > 1)
         choose_groups(p, choice, keep);
-    struct best top;
-    top.n = 0;
-    top.most = p->top_k;
-    for (uint32_t i = 0; i < p->n_experts; i++) {
+    struct best top = {.most = top_k};
+    for (uint32_t i = 0; i < n_experts; i++) {
         if (keep[i / size])
             offer(&top, choice[i], i);
     }
     float sum = 0.0f;
-    for (uint32_t k = 0; k < p->top_k; k++)
+    for (uint32_t k = 0; k < top_k; k++)
         sum += score[top.id[k]];
-    for (uint32_t k = 0; k < p->top_k; k++) {
+    for (uint32_t k = 0; k < top_k; k++) {
         float w = score[top.id[k]];
         expert[k] = (int32_t)top.id[k];
         weight[k] = nan ? NAN : (p->normalise ? w / (sum + 1e-20f) : w) * p->scale;

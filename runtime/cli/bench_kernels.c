@@ -204,12 +204,14 @@ static int report(struct bench *b, const char *op, const char *what, double byte
     if (code == 0)
         code = prepare(b, 2, n / 4, err);
     for (int i = -WARM; i < STEPS && code == 0; i++) {
+        const uint32_t between = n - n / 4;
+        const double n_between = between;
         double many, few;
         code = time_step(b, 1, n, &many, err);
         if (code == 0)
             code = time_step(b, 2, n / 4, &few, err);
         if (code == 0 && i >= 0)
-            each[i] = (many - few) / (n - n / 4);
+            each[i] = (many - few) / n_between;
     }
     if (code != 0)
         return code;

@@ -25,7 +25,8 @@ static uint64_t memory_bytes(void)
 static int plan_of(const struct dn_model *m, int format, struct dn_plan *plan, struct dn_err *err)
 {
     struct dn_device *device;
-    const struct dn_device_conf dc = {.n_threads = 1, .limits = {1, 1, 1, 1}, .n_slots = 1, .n_vocab = 1};
+    const struct dn_device_conf dc = {
+        .n_threads = 1, .limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1}, .n_slots = 1, .n_vocab = 1};
     int rc = dn_kernels_open_cpu(&dc, &device, err);
     if (rc != 0)
         return rc;

@@ -227,6 +227,7 @@ static bool in_place(const struct dn_matrix *m, enum form form, const struct pie
         return true;
     }
     if (form == FORM_FP8) {
+        DN_BUG_ON(scale == NULL);
         size_t n_blocks = (m->n_in + FP8_BLOCK - 1) / FP8_BLOCK;
         rows->fp8 = values + p->from_row * m->n_in;
         memcpy(scratch, scale + 4 * (p->from_row / FP8_BLOCK) * n_blocks, 4 * n_blocks);

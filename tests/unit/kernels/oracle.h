@@ -78,7 +78,11 @@ enum { FIX_TOKENS = 2048, FIX_SEQS = 64, FIX_ROWS = 256, FIX_PAGES = 16384, FIX_
 
 static UNUSED bool fix_has_isa(const char *isa)
 {
-    struct dn_device_conf conf = {.n_threads = 1, .isa = isa, .limits = {1, 1, 1, 1, 0}, .n_slots = 1, .n_vocab = 1};
+    struct dn_device_conf conf = {.n_threads = 1,
+                                  .isa = isa,
+                                  .limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1},
+                                  .n_slots = 1,
+                                  .n_vocab = 1};
     struct dn_device *d;
     struct dn_err err = {0};
     if (dn_kernels_open_cpu(&conf, &d, &err) != 0)
@@ -97,11 +101,12 @@ static UNUSED const char *const all_isas[] = {"portable", "avx2", "avx512"};
 
 static UNUSED void fix_open(struct fix *f, const char *isa, unsigned n_threads, uint32_t n_vocab)
 {
-    struct dn_device_conf conf = {.n_threads = n_threads,
-                                  .isa = isa,
-                                  .limits = {FIX_TOKENS, FIX_SEQS, FIX_ROWS, FIX_PAGES, 0},
-                                  .n_slots = FIX_SLOTS,
-                                  .n_vocab = n_vocab};
+    struct dn_device_conf conf = {
+        .n_threads = n_threads,
+        .isa = isa,
+        .limits = {.tokens = FIX_TOKENS, .seqs = FIX_SEQS, .rows = FIX_ROWS, .pages = FIX_PAGES},
+        .n_slots = FIX_SLOTS,
+        .n_vocab = n_vocab};
     struct dn_err err = {0};
     memset(f, 0, sizeof *f);
     cr_assert_eq(dn_kernels_open_cpu(&conf, &f->d, &err), 0, "%s", err.text);

@@ -300,7 +300,10 @@ int main(int argc, char **argv)
 {
     struct bench b = {.seconds = 0.1};
     struct dn_device_conf conf = {
-        .n_threads = 1, .limits = {TOKENS, SEQS, SEQS, 2 * SEQS * CONTEXT / PAGE, 0}, .n_slots = 1, .n_vocab = 16};
+        .n_threads = 1,
+        .limits = {.tokens = TOKENS, .seqs = SEQS, .rows = SEQS, .pages = 2 * SEQS * CONTEXT / PAGE},
+        .n_slots = 1,
+        .n_vocab = 16};
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--threads") == 0)
             conf.n_threads = (unsigned)atoi(argv[i + 1]);

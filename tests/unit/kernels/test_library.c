@@ -3,7 +3,8 @@
 #include <criterion/criterion.h>
 #include <string.h>
 
-static const struct dn_device_conf conf = {.n_threads = 1, .limits = {4, 2, 2, 8, 0}, .n_slots = 1, .n_vocab = 16};
+static const struct dn_device_conf conf = {
+    .n_threads = 1, .limits = {.tokens = 4, .seqs = 2, .rows = 2, .pages = 8}, .n_slots = 1, .n_vocab = 16};
 
 /* tests/fixtures/backend.c: the CPU's operations behind the interface of a loaded backend. */
 Test(library, a_loaded_backend_works_like_a_built_in_one)

@@ -44,7 +44,7 @@ Test(step, device_says_what_it_is)
 
 Test(step, an_unknown_instruction_set_is_refused_by_name)
 {
-    struct dn_device_conf conf = {.isa = "avx9", .limits = {1, 1, 1, 1, 0}};
+    struct dn_device_conf conf = {.isa = "avx9", .limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1}};
     struct dn_device *d = NULL;
     struct dn_err err = {0};
     cr_assert_eq(dn_kernels_open_cpu(&conf, &d, &err), -DN_CONFIG);

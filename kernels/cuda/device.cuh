@@ -154,7 +154,7 @@ void dn_cuda_silu_mul(struct dn_device *d, const struct dn_silu_mul *p);        
 void dn_cuda_check_tags(struct dn_device *d, const struct dn_check_tags *p);                   /* tags.cu */
 void dn_cuda_route(struct dn_device *d, const struct dn_route *p);                             /* route.cu */
 void dn_cuda_qkv_write(struct dn_device *d, const struct dn_qkv_write *p);                     /* gqa_write.cu */
-void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p);                     /* gqa_attention.cu */
+void dn_cuda_attention(struct dn_device *d, const struct dn_attention *p);                     /* gqa_prefill.cu */
 void dn_cuda_mla_write(struct dn_device *d, const struct dn_mla_write *p);                     /* mla_write.cu */
 void dn_cuda_mla_attention(struct dn_device *d, const struct dn_mla_attention *p);             /* mla_decode.cu */
 void dn_cuda_mla_prefill(struct dn_device *d, const struct dn_mla_prefill *p);                 /* mla_prefill.cu */

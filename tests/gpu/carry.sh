@@ -37,6 +37,8 @@ done
 for file in heldout.txt chat_eval.jsonl; do
   [ ! -f "$data/mini/$file" ] || cp "$data/mini/$file" "$out/data/mini/"
 done
+config=$data/model_configs/moonshotai--Kimi-K2.5.config.json # for bench decode; K2.6's text model is the same
+[ ! -f "$config" ] || cp "$config" "$out/data/kimi.config.json"
 if [ -d "$data/requests" ]; then cp -r "$data/requests" "$out/data/"; fi
 chmod -R u+w "$out/data"
 

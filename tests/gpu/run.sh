@@ -151,8 +151,14 @@ sanitize() {
 bench() {
   width=1
   for t in bin/tests/gpu_test_*; do start "bench.${t##*gpu_test_}" 30 "$t" --jobs 1 --filter "*/@(bench*|times)" --timeout 30; done
+  [ -n "$gpu" ] && start bench.kernels 30 bin/dunlin bench kernels --device cuda --batch 64 --csv "$logs/kernels.csv"
+  if [ -n "$gpu" ] && [ -f data/kimi.config.json ]; then # 8 of its layers are 74 GB
+    start bench.decode 60 bin/dunlin bench decode --synthetic data/kimi.config.json --layers 8 --device cuda --batch 1,16,64 --context 8k \
+      --kv bf16,fp8,mixed --integrity off,tag --ms 100 --csv "$logs/decode.csv"
+  fi
   wait
   grep -h BENCH "$logs"/bench.*.log
+  grep -h -v '% ' "$logs"/bench.kernels.log "$logs"/bench.decode.log 2>/dev/null
 }
 
 lasts() { # SECONDS PARTS...: parts with one limit in all

@@ -202,29 +202,6 @@ static int pack_through_f32(const struct dn_matrix *m, const struct dn_layout *l
 
 /* ---- Entry ------------------------------------------------------------------------------------------------------- */
 
-/* Exactly one source, with all that belongs to it. */
-static bool is_complete(const struct dn_rows *r, uint32_t n_in)
-{
-    int n = !!r->f32 + !!r->bf16 + !!r->q4 + !!r->q8 + !!r->fp8;
-    if (n != 1 || ((r->q4 || r->q8) && (!r->scale16 || n_in % DN_GROUP)) || (r->fp8 && !r->block_scale))
-        return false;
-    return !(r->offset16 && !r->q4) && !(r->scale16 && !r->q4 && !r->q8) && !(r->block_scale && !r->fp8);
-}
-
-static bool is_lossless(const struct dn_matrix *m, const struct dn_rows *r)
-{
-    switch (m->format) {
-    case DN_W_BF16:
-        return r->bf16;
-    case DN_W_FP8:
-        return r->fp8;
-    case DN_W_INT8:
-        return r->q8;
-    default:
-        return r->q4 && m->symmetric == !r->offset16;
-    }
-}
-
 /* A block must not keep what was there before: padding, and the NaN masks that put_fp8() adds to. */
 static void clear_blocks(const struct dn_matrix *m, const struct dn_layout *l, uint32_t row0, uint32_t n)
 {
@@ -241,13 +218,14 @@ int dn_cpu_matrix_pack(struct dn_matrix *m, uint32_t row0, uint32_t n, const str
 {
     size_t bytes = dn_cpu_matrix_bytes(m);
     uint32_t n_out = (uint32_t)dn_cpu_rows(m);
-    if (!bytes || m->bytes != bytes || !m->data || row0 > n_out || n > n_out - row0 || !is_complete(rows, m->n_in))
+    if (!bytes || m->bytes != bytes || !m->data || row0 > n_out || n > n_out - row0 ||
+        !dn_rows_are_complete(rows, m->n_in))
         return -DN_INVALID_VALUE;
     if ((m->format == DN_W_FP8 || rows->fp8) && (row0 % DN_FP8_BLOCK || (n % DN_FP8_BLOCK && row0 + n != n_out)))
         return -DN_INVALID_VALUE;
     struct dn_layout l = dn_layout_of(m);
     clear_blocks(m, &l, row0, n);
-    if (!is_lossless(m, rows))
+    if (!dn_rows_are_lossless(m, rows))
         return pack_through_f32(m, &l, row0, n, rows);
     for (uint32_t i = 0; i < n; i++) {
         struct place p = place_of(m, &l, row0 + i);

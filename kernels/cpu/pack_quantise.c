@@ -199,3 +199,27 @@ uint8_t dn_quantise_fp8(float x, float scale)
 {
     return isinf(x) ? 0x7f : dn_f32_to_e4m3(x / scale);
 }
+
+/* ---- What is packed ---- */
+
+bool dn_rows_are_complete(const struct dn_rows *r, uint32_t n_in)
+{
+    int n = !!r->f32 + !!r->bf16 + !!r->q4 + !!r->q8 + !!r->fp8;
+    if (n != 1 || ((r->q4 || r->q8) && (!r->scale16 || n_in % GROUP)) || (r->fp8 && !r->block_scale))
+        return false;
+    return !(r->offset16 && !r->q4) && !(r->scale16 && !r->q4 && !r->q8) && !(r->block_scale && !r->fp8);
+}
+
+bool dn_rows_are_lossless(const struct dn_matrix *m, const struct dn_rows *r)
+{
+    switch (m->format) {
+    case DN_W_BF16:
+        return r->bf16;
+    case DN_W_FP8:
+        return r->fp8;
+    case DN_W_INT8:
+        return r->q8;
+    default:
+        return r->q4 && m->symmetric == !r->offset16;
+    }
+}

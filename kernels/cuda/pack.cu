@@ -152,29 +152,6 @@ size_t dn_cuda_matrix_bytes(const struct dn_matrix *m)
     return bytes;
 }
 
-/* Exactly one source, with all that belongs to it. */
-static bool is_complete(const struct dn_rows *r, uint32_t n_in)
-{
-    int n = !!r->f32 + !!r->bf16 + !!r->q4 + !!r->q8 + !!r->fp8;
-    if (n != 1 || ((r->q4 || r->q8) && (!r->scale16 || n_in % GROUP)) || (r->fp8 && !r->block_scale))
-        return false;
-    return !(r->offset16 && !r->q4) && !(r->scale16 && !r->q4 && !r->q8) && !(r->block_scale && !r->fp8);
-}
-
-static bool is_lossless(const struct dn_matrix *m, const struct dn_rows *r)
-{
-    switch (m->format) {
-    case DN_W_BF16:
-        return r->bf16;
-    case DN_W_FP8:
-        return r->fp8;
-    case DN_W_INT8:
-        return r->q8;
-    default:
-        return r->q4 && m->symmetric == !r->offset16;
-    }
-}
-
 /* Copies `bytes` and fills up to `padded` with zeros. */
 static void put(void *to, const void *from, size_t bytes, size_t padded)
 {
@@ -393,7 +370,7 @@ int dn_cuda_matrix_pack(struct dn_device *d, struct dn_matrix *m, uint32_t row0,
     struct dn_cuda *c = dn_cuda(d);
     size_t bytes = dn_cuda_matrix_bytes(m);
     uint64_t n_rows = dn_weights_groups(m) * (uint64_t)m->n_out;
-    if (!bytes || m->bytes != bytes || !m->data || row0 > n_rows || n > n_rows - row0 || !is_complete(rows, m->n_in))
+    if (!bytes || m->bytes != bytes || !m->data || row0 > n_rows || n > n_rows - row0 || !dn_rows_are_complete(rows, m->n_in))
         return -DN_INVALID_VALUE;
     if ((m->format == DN_W_FP8 || rows->fp8) && (row0 % FP8_BLOCK || (n % FP8_BLOCK && row0 + n != n_rows)))
         return -DN_INVALID_VALUE;
@@ -401,7 +378,7 @@ int dn_cuda_matrix_pack(struct dn_device *d, struct dn_matrix *m, uint32_t row0,
     if (!lane)
         return -DN_NO_MEMORY;
     int ret = 0;
-    if (is_lossless(m, rows)) {
+    if (dn_rows_are_lossless(m, rows)) {
         pack_lossless(c, lane, m, row0, n, rows, true);
     } else {
         struct rounded r;

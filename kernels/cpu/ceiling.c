@@ -29,6 +29,14 @@ static void read_part(void *arg, unsigned part, unsigned n_parts)
     r->sum[part % 64] = a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7];
 }
 
+double dn_cpu_read_piece(struct dn_threads *t, const void *p, size_t bytes)
+{
+    struct reading r = {.p = p, .bytes = bytes};
+    uint64_t start = dn_now_ns();
+    dn_threads_run(t, read_part, &r);
+    return (double)bytes / ((double)(dn_now_ns() - start) * 1e-9);
+}
+
 /* The best piece of 16 MiB: others at work on the machine slow down whole passes. */
 double dn_cpu_read_rate(struct dn_device *device, size_t bytes)
 {
@@ -41,10 +49,7 @@ double dn_cpu_read_rate(struct dn_device *device, size_t bytes)
     memset(p, 1, bytes); /* pages that were never written are one page of zeros */
     for (int pass = 0; pass < PASSES; pass++)
         for (size_t at = 0; at + PIECE <= bytes; at += PIECE) {
-            struct reading r = {.p = p + at, .bytes = PIECE};
-            uint64_t start = dn_now_ns();
-            dn_threads_run(d->exec.threads, read_part, &r);
-            double rate = PIECE / ((double)(dn_now_ns() - start) * 1e-9);
+            double rate = dn_cpu_read_piece(d->exec.threads, p + at, PIECE);
             best = rate > best ? rate : best;
         }
     device->ops->free(device, p);

@@ -75,5 +75,7 @@ void dn_cpu_experts(struct dn_device *d, const struct dn_experts *p);
 void dn_cpu_check_tags(struct dn_device *d, const struct dn_check_tags *p);
 void dn_cpu_sample_rows(struct dn_device *d, const struct dn_sample_rows *p);
 double dn_cpu_read_rate(struct dn_device *d, size_t bytes);
+/* Bytes a second at which the threads read `bytes` at p, 64-byte aligned, once. */
+double dn_cpu_read_piece(struct dn_threads *t, const void *p, size_t bytes);
 
 #endif

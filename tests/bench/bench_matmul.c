@@ -4,7 +4,7 @@
  * round of each: other work on the machine only ever makes a round slower. GB/s counts the packed weights once a call;
  * up to 16 rows, the weights are copied often enough that no call finds them in a cache. */
 #include "base/buf.h"
-#include "kernels/cpu/matmul.h"
+#include "kernels/cpu/device.h"
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -38,40 +38,12 @@ static void *big_alloc(size_t bytes)
 
 /* ---- Reading ---- */
 
-struct reading {
-    const uint64_t *p;
-    size_t n;
-    uint64_t sum[64];
-};
-
-static void read_part(void *arg, unsigned part, unsigned n_parts)
-{
-    struct reading *r = arg;
-    typedef uint64_t vec __attribute__((vector_size(64)));
-    const vec *v = (const vec *)r->p;
-    size_t n = r->n / 8, begin = n * part / n_parts, end = n * (part + 1) / n_parts;
-    vec a = {0}, b = {0}, c = {0}, d = {0};
-    for (size_t i = begin; i + 4 <= end; i += 4) {
-        for (int l = 0; l < 4; l++)
-            __builtin_prefetch((const char *)(v + i + l) + 4096);
-        a += v[i];
-        b += v[i + 1];
-        c += v[i + 2];
-        d += v[i + 3];
-    }
-    a += b + c + d;
-    r->sum[part % 64] = a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7];
-}
-
 /* Bytes a second of the best piece of 4 MiB of one pass, or `best` if that is more. */
 static double read_ceiling(struct dn_threads *t, const void *p, size_t bytes, double best)
 {
     enum { PIECE = 4 << 20 };
     for (size_t at = 0; at + PIECE <= bytes; at += PIECE) {
-        struct reading r = {.p = (const uint64_t *)p + at / 8, .n = PIECE / 8};
-        double start = now();
-        dn_threads_run(t, read_part, &r);
-        double speed = PIECE / (now() - start);
+        double speed = dn_cpu_read_piece(t, (const char *)p + at, PIECE);
         best = speed > best ? speed : best;
     }
     return best;

@@ -48,14 +48,6 @@ static __device__ __forceinline__ void dn_ldmatrix(uint32_t r[4], uint32_t share
                  : "r"(shared)
                  : "memory");
 }
-/* The same, each matrix transposed on the way. */
-static __device__ __forceinline__ void dn_ldmatrix_trans(uint32_t r[4], uint32_t shared)
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared)
-                 : "memory");
-}
 
 /* 16 bytes to shared memory, `bytes` (0..16) of them from global memory and the rest zero. Asynchronous: visible to the
  * thread that asked after dn_cp_async_wait(), to others after a barrier as well. */

@@ -100,11 +100,6 @@ static __device__ __forceinline__ void dn_bulk_load(uint32_t to, const void *fro
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
-/* Into the L2 cache alone. */
-static __device__ __forceinline__ void dn_bulk_prefetch(const void *from, uint32_t bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 static __device__ __forceinline__ void dn_bulk_copy(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
 {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -119,10 +114,6 @@ static __device__ __forceinline__ void dn_bulk_store(void *to, uint32_t from, ui
 static __device__ __forceinline__ void dn_bulk_commit()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-static __device__ __forceinline__ void dn_bulk_wait_read()
-{
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 static __device__ __forceinline__ void dn_bulk_wait()
 {

@@ -45,11 +45,15 @@ int dn_device_library(char *path, size_t n, struct dn_err *err)
     char *slash = strrchr(folder, '/');
     if (slash)
         *slash = '\0';
-    static const char *const place[] = {"", "/../lib/dunlin", "/../lib64/dunlin"};
+    static const char *const place[] = {"", "/../lib/dunlin"};
     for (size_t i = 0; i < sizeof place / sizeof *place; i++) {
         int wanted = snprintf(path, n, "%s%s/%s", folder, place[i], library_name);
         if (wanted > 0 && (size_t)wanted < n && access(path, F_OK) == 0)
             return 0;
     }
-    return dn_err_set(err, DN_NOT_FOUND, "%s is neither in %s nor in %s/../lib/dunlin", library_name, folder, folder);
+    return dn_err_set(err, DN_NOT_FOUND,
+                      "%s is neither in %s nor in %s/../lib/dunlin: build it where nvcc is (./dev build) and put it "
+                      "beside the program, or "
+                      "name it in DN_CUDA_LIBRARY",
+                      library_name, folder, folder);
 }

@@ -3,6 +3,8 @@
  * wrong and their first wrong page, write nothing at all for them, least of all to the foreign page, give zeros and no
  * token; and every other sequence's pages, attention and token must be the same bits as in a step without the fault.
  * GQA and MLA, BF16 and FP8 KV mixed in a batch, recorded decode steps, eager ones and prefill chunks.
+ * And the step after it: a host that has not reacted, and asks for the next tokens of the same sequences with the same
+ * page tables, must get the same.
  */
 #include "gpu/gpu.h"
 
@@ -190,13 +192,29 @@ struct outcome {
     int32_t bad[SEQS], id[SEQS];
 };
 
-static void run(struct gpu *g, uint32_t list, struct cache *c, const uint8_t *arena, struct outcome *o)
+/* What a host asks for next that has seen no flag. Tags are in the table already. */
+static void next_step(struct gpu *g, uint32_t n_new)
+{
+    struct dn_step *s = g->s;
+    s->n_tags = 0;
+    for (uint32_t q = 0; q < SEQS; q++)
+        s->kv_len[q] += (int32_t)n_new;
+    for (uint32_t t = 0; t < s->n_tokens; t++)
+        s->position[t] += (int32_t)n_new;
+}
+
+/* n_steps of them, one behind the other; the outcome is that of the last. */
+static void run(struct gpu *g, uint32_t list, struct cache *c, const uint8_t *arena, int n_steps, struct outcome *o)
 {
     g->ops->upload(g->d, c->arena, arena, c->bytes);
     g->ops->upload(g->d, c->act, c->act_host, c->act_bytes); /* qkv_write turns q in place */
     g->ops->upload(g->d, c->tags, c->tag, c->n_pages * sizeof *c->tag);
-    gpu_poison(g, c->out, c->out_bytes);
-    gpu_step(g, list, ops, c);
+    for (int i = 0; i < n_steps; i++) {
+        if (i > 0)
+            next_step(g, g->s->n_tokens / SEQS);
+        gpu_poison(g, c->out, c->out_bytes);
+        gpu_step(g, list, ops, c);
+    }
     o->arena = malloc(c->bytes);
     o->out = malloc(c->out_bytes);
     g->ops->download(g->d, o->arena, c->arena, c->bytes);
@@ -262,15 +280,16 @@ static size_t differ(const uint8_t *a, const uint8_t *b, size_t from, size_t n)
 }
 
 static void one_fault(struct gpu *g, uint32_t list, struct cache *c, enum dn_step_kind kind, uint32_t n_new,
-                      enum fault f, const uint8_t *arena, const struct outcome *good)
+                      enum fault f, const uint8_t *arena, int n_steps, const struct outcome *good)
 {
     struct outcome o;
     int32_t want[SEQS];
     char what[128];
     make_step(g, c, kind, n_new);
     inject(g, c, f, want);
-    snprintf(what, sizeof what, "%s, list %u, kind %d: %s", c->mla ? "mla" : "gqa", list, kind, fault_name[f]);
-    run(g, list, c, arena, &o);
+    snprintf(what, sizeof what, "%s, list %u, kind %d, step %d: %s", c->mla ? "mla" : "gqa", list, kind, n_steps,
+             fault_name[f]);
+    run(g, list, c, arena, n_steps, &o);
     size_t slab = c->layout.slab_bytes, row = c->out_bytes / TOKENS * n_new;
     for (uint32_t q = 0; q < SEQS; q++) {
         cr_expect_eq(o.bad[q], want[q], "%s: bad[%u] is %d, expected %d", what, q, o.bad[q], want[q]);
@@ -297,17 +316,20 @@ static void all_faults(struct gpu *g, uint32_t list, struct cache *c, enum dn_st
     uint8_t *arena = fresh_arena(c);
     for (uint32_t i = 0; i < c->n_pages; i++)
         c->tag[i] = gpu_rng();
-    make_step(g, c, kind, n_new);
-    run(g, list, c, arena, &good);
-    for (uint32_t q = 0; q < SEQS; q++) {
-        size_t d = differ(good.arena, arena, q * c->layout.slab_bytes, c->layout.slab_bytes);
-        cr_expect_eq(good.bad[q], 0);
-        cr_expect_gt(d, n_new * 64, "nothing was written for sequence %u", q);
-        cr_expect(good.id[q] >= 0 && good.id[q] < VOCAB);
+    for (int n_steps = 1; n_steps <= 2; n_steps++) {
+        make_step(g, c, kind, n_new);
+        run(g, list, c, arena, n_steps, &good);
+        for (uint32_t q = 0; q < SEQS; q++) {
+            size_t d = differ(good.arena, arena, q * c->layout.slab_bytes, c->layout.slab_bytes);
+            cr_expect_eq(good.bad[q], 0);
+            cr_expect_gt(d, n_new * 64 * (size_t)n_steps, "not enough was written for sequence %u", q);
+            cr_expect(good.id[q] >= 0 && good.id[q] < VOCAB);
+        }
+        for (int f = getenv("DN_GPU_SMALL") ? FREED : 0; f < FAULTS; f++)
+            one_fault(g, list, c, kind, n_new, (enum fault)f, arena, n_steps, &good);
+        free(good.arena), free(good.out);
     }
-    for (int f = getenv("DN_GPU_SMALL") ? FREED : 0; f < FAULTS; f++)
-        one_fault(g, list, c, kind, n_new, (enum fault)f, arena, &good);
-    free(arena), free(good.arena), free(good.out);
+    free(arena);
 }
 
 static void whole_test(bool mla)

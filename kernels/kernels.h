@@ -207,6 +207,7 @@ struct dn_experts {
 struct dn_check_tags {
     uint64_t *table; /* device [n_pages] current tags */
     uint32_t n_pages;
+    uint32_t page_tokens; /* of a page; 0: dn_kernels.page_tokens */
 };
 
 /* Samples the step's rows from logits into result[]; rows of bad sequences get id -1. */
@@ -224,6 +225,12 @@ struct dn_device_conf {
     int index;          /* CUDA: device number */
     struct dn_step_limits limits;
     uint32_t n_slots, n_vocab; /* token counts for penalties: [n_slots][n_vocab] */
+};
+
+/* The sizes of a model that operations may be particular about. 0: it has no such thing. */
+struct dn_model_sizes {
+    uint32_t n_heads, n_kv_heads, head_dim, rotary_dim;
+    uint32_t latent_dim, nope_dim, rope_dim, v_dim; /* MLA */
 };
 
 struct dn_device {
@@ -293,11 +300,14 @@ int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **ou
 /* Backends in shared libraries. The library exports this struct under the name "dn_backend"; the number must be the
  * program's own, since every struct above is shared by layout. A loaded library stays loaded: device code may have
  * threads of its own. */
-enum { DN_KERNELS_ABI = 4 };
+enum { DN_KERNELS_ABI = 6 };
 struct dn_backend {
     uint32_t abi;         /* DN_KERNELS_ABI */
     const char *name;     /* "cuda" */
     uint32_t page_tokens; /* dn_kernels.page_tokens of its devices: limits are chosen before one is open */
+    /* Whether it computes models of these sizes at all; asked before a device is open and weights are loaded. Which
+     * matrices it takes is matrix_bytes()' to say. -DN_CONFIG names the size and what would be right. NULL: all. */
+    int (*supports)(const struct dn_step_limits *limits, const struct dn_model_sizes *m, struct dn_err *err);
     int (*open)(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err);
     /* For people: what this backend sees on the machine, a line for the driver and one for each device, with what would
      * go wrong and its remedy. Opens nothing. May be NULL. */

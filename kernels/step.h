@@ -67,8 +67,10 @@ struct dn_step {
     int32_t *slot;        /* [n_seqs] row of the token counts, -1 = none */
     uint8_t *kv_format;   /* [n_seqs] enum dn_kv_format */
     uint8_t *check;       /* [n_seqs] 1: compare tags */
-    int32_t *page_start;  /* [n_seqs + 1] into page[] and tag[] */
-    uint32_t *page;       /* page ids in token order: token t lies in page[page_start[s] + t / page_tokens] */
+    int32_t *page_start;  /* [n_seqs] where a sequence's table begins in page[] and tag[]; they lie in any order, and
+                           * limits.seqs + 1 numbers have room, for those who put one behind the other */
+    uint32_t *page;       /* page ids in token order: token t lies in page[page_start[s] + t / page_tokens]; pages
+                           * behind that of token kv_len - 1 are not looked at. Kept from step to step, as is tag[] */
     uint64_t *tag;        /* the tag that each page must have */
     int32_t *row_token;   /* [n_rows] token index whose hidden state gives the logits */
     struct dn_sample *sample; /* [n_rows] */

@@ -184,12 +184,18 @@ static size_t cut(const struct call *c, bool spread, struct item *items, size_t 
     return n;
 }
 
-void dn_cpu_check_pages(const struct dn_step *s, const struct dn_kv_layout *l)
+uint32_t dn_cpu_pages_of(const struct dn_cpu_device *d, uint32_t q, uint32_t page_tokens)
 {
-    for (uint32_t q = 0; q < s->n_seqs; q++) {
-        uint64_t n = (uint64_t)(s->page_start[q + 1] - s->page_start[q]);
-        DN_BUG_ON(n * l->page_tokens < (uint64_t)s->kv_len[q]);
-    }
+    const struct dn_step *s = &d->step;
+    uint32_t n = ((uint32_t)s->kv_len[q] + page_tokens - 1) / page_tokens;
+    DN_BUG_ON(n > d->limits.pages - (uint32_t)s->page_start[q]);
+    return n;
+}
+
+void dn_cpu_check_pages(const struct dn_cpu_device *d, const struct dn_kv_layout *l)
+{
+    for (uint32_t q = 0; q < d->step.n_seqs; q++)
+        dn_cpu_pages_of(d, q, l->page_tokens);
 }
 
 void dn_cpu_zero_bad(const struct dn_step *s, float *out, size_t width)
@@ -240,7 +246,7 @@ static void run(struct call *c)
         take_limits(c, n_threads);
         return;
     }
-    dn_cpu_check_pages(s, w->layout);
+    dn_cpu_check_pages(d, w->layout);
     size_t floats, n = cut(c, false, NULL, &floats);
     bool spread = wants_spread(n_threads, n);
     if (spread)

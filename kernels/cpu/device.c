@@ -177,7 +177,7 @@ static void check_seq(const struct dn_cpu_device *d, uint32_t q)
     const struct dn_step *s = &d->step;
     int32_t begin = s->token_start[q], end = s->token_start[q + 1];
     DN_BUG_ON(begin < 0 || end <= begin || (uint32_t)end > s->n_tokens);
-    DN_BUG_ON(s->page_start[q + 1] < s->page_start[q] || (uint32_t)s->page_start[q + 1] > d->limits.pages);
+    DN_BUG_ON(s->page_start[q] < 0 || (uint32_t)s->page_start[q] > d->limits.pages);
     DN_BUG_ON(s->kv_format[q] >= DN_KV_FORMATS);
     DN_BUG_ON(s->slot[q] >= 0 && (uint32_t)s->slot[q] >= d->n_slots);
     DN_BUG_ON(s->kv_len[q] < end - begin);
@@ -233,7 +233,7 @@ static bool step_begin(struct dn_device *device, uint32_t list)
     const struct dn_step *s = &d->step;
     DN_BUG_ON(s->n_tokens > d->limits.tokens || s->n_seqs > d->limits.seqs || s->n_rows > d->limits.rows ||
               s->n_tags > d->limits.tags);
-    DN_BUG_ON(s->n_seqs && (s->token_start[0] != 0 || s->page_start[0] != 0));
+    DN_BUG_ON(s->n_seqs && s->token_start[0] != 0);
     DN_BUG_ON(s->n_seqs ? (uint32_t)s->token_start[s->n_seqs] != s->n_tokens : s->n_tokens != 0);
     for (uint32_t q = 0; q < s->n_seqs; q++)
         check_seq(d, q);

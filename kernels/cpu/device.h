@@ -54,8 +54,9 @@ static inline struct dn_cpu_device *dn_cpu(struct dn_device *d)
  * bytes are taken at its end. Only while no operation runs. */
 void *dn_cpu_take(struct dn_cpu_device *d, enum dn_scratch which, size_t bytes, size_t at_limits);
 
-/* A sequence whose pages hold less than its length is a bug. */
-void dn_cpu_check_pages(const struct dn_step *s, const struct dn_kv_layout *l);
+/* Pages of sequence q of the step. A table that ends outside the arrays is a bug; check_pages looks at all. */
+uint32_t dn_cpu_pages_of(const struct dn_cpu_device *d, uint32_t q, uint32_t page_tokens);
+void dn_cpu_check_pages(const struct dn_cpu_device *d, const struct dn_kv_layout *l);
 
 /* Zeroes the rows of out [n_tokens][width] of bad sequences. */
 void dn_cpu_zero_bad(const struct dn_step *s, float *out, size_t width);

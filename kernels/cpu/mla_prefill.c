@@ -215,7 +215,7 @@ void dn_cpu_mla_prefill(struct dn_device *device, const struct dn_mla_prefill *p
     take(&c);
     if (d->measuring || s->n_seqs == 0)
         return;
-    dn_cpu_check_pages(s, p->layout);
+    dn_cpu_check_pages(d, p->layout);
     dn_cpu_zero_bad(s, p->out, c.value_width);
     cut(&c);
     /* Passes: a whole split of a long sequence, or the ends of several. */

@@ -61,6 +61,6 @@ void dn_cpu_mla_write(struct dn_device *device, const struct dn_mla_write *p)
     struct call c = {d, p, dn_cpu_take(d, DN_SCRATCH_THREAD, bytes, bytes)};
     if (d->measuring)
         return;
-    dn_cpu_check_pages(&d->step, p->layout);
+    dn_cpu_check_pages(d, p->layout);
     dn_threads_for(d->exec.threads, d->step.n_tokens, 4, tokens, &c);
 }

@@ -61,7 +61,7 @@ void dn_cpu_qkv_write(struct dn_device *device, const struct dn_qkv_write *p)
               p->head_dim != p->layout->head_dim || p->rotary_dim > p->head_dim || p->rotary_dim % 2);
     if (d->measuring)
         return;
-    dn_cpu_check_pages(s, p->layout);
+    dn_cpu_check_pages(d, p->layout);
     struct call c = {d, p};
     dn_threads_for(d->exec.threads, s->n_tokens, 4, tokens, &c);
 }

@@ -49,7 +49,7 @@ struct args {
     uint8_t *gathered;                                  /* [page][9][64][64] */
     uint8_t *expanded;                                  /* [heads of the pass][page][blocks][64][64] */
     uint32_t layer, n_heads, nope_dim, v_dim, n_blocks; /* blocks: (nope + v) / 64 */
-    uint32_t seq0, seq1, page0, n_pages;                /* pages of these sequences, from page[page0] */
+    uint32_t seq0, seq1, n_pages;                       /* pages of these sequences, one table behind the other */
     uint32_t head0, n_pass_heads, n_tiles;              /* tiles of rows, for all of these sequences */
     float scale_log2;
 };
@@ -77,18 +77,22 @@ static __global__ void __launch_bounds__(256) unpack_kernel(const __grid_constan
         make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
 }
 
-/* The sequence of seq0 .. seq1 - 1 that page index i is of. */
-static __device__ __forceinline__ uint32_t seq_of_page(const struct args &a, uint32_t i)
+static __host__ __device__ __forceinline__ uint32_t pages_of(int32_t kv_len)
 {
-    uint32_t lo = a.seq0, hi = a.seq1;
-    while (hi - lo > 1) {
-        uint32_t mid = (lo + hi) / 2;
-        if ((uint32_t)a.s.page_start[mid] <= i)
-            lo = mid;
-        else
-            hi = mid;
+    return ((uint32_t)kv_len + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS;
+}
+
+/* The sequence of seq0 .. seq1 - 1 that page *i of the group is of; *i becomes the page's index in its table. */
+static __device__ __forceinline__ uint32_t seq_of_page(const struct args &a, uint32_t *i)
+{
+    uint32_t seq = a.seq0;
+    for (; seq + 1 < a.seq1; seq++) {
+        uint32_t n = pages_of(a.s.kv_len[seq]);
+        if (*i < n)
+            break;
+        *i -= n;
     }
-    return lo;
+    return seq;
 }
 
 static __device__ __forceinline__ bool has_odd(uint32_t w) /* two bf16, one of them no number */
@@ -101,17 +105,18 @@ static __device__ __forceinline__ bool has_odd(uint32_t w) /* two bf16, one of t
 static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constant__ struct args a)
 {
     __shared__ uint32_t odd[DN_MLA_TOKENS / 32];
-    uint32_t index = a.page0 + blockIdx.x, t = threadIdx.x;
+    uint32_t index = blockIdx.x, t = threadIdx.x;
     if (t < DN_MLA_TOKENS / 32)
         odd[t] = 0;
     dn_start_next();
     dn_wait_previous();
-    uint32_t seq = seq_of_page(a, index), first = (index - (uint32_t)a.s.page_start[seq]) * DN_MLA_TOKENS;
+    uint32_t seq = seq_of_page(a, &index), first = index * DN_MLA_TOKENS;
     uint32_t n = (uint32_t)a.s.kv_len[seq], tokens = n > first ? min(n - first, (uint32_t)DN_MLA_TOKENS) : 0;
     if (a.s.bad[seq])
         tokens = 0; /* what a wrong page holds is another's */
     int f = a.s.kv_format[seq];
-    const uint8_t *page = tokens ? dn_mla_page(a.l, a.arena, f, a.s.page[index], a.layer) : NULL;
+    const uint8_t *page =
+        tokens ? dn_mla_page(a.l, a.arena, f, a.s.page[(uint32_t)a.s.page_start[seq] + index], a.layer) : NULL;
     uint8_t *to = a.gathered + (size_t)blockIdx.x * GATHERED;
     __syncthreads();
     for (uint32_t i = t; i < GATHERED / 16; i += 256) {
@@ -232,11 +237,12 @@ static __device__ __forceinline__ void expand(const struct args &a)
 
 /* A block's rows: 128 consecutive tokens of a sequence. Tile `index` of the group, sequences in order. */
 struct rows {
-    uint32_t seq, token0, n; /* first token in the step; how many */
-    uint32_t position0, page0, n_pages;
+    uint32_t seq, token0, n;            /* first token in the step; how many */
+    uint32_t position0, page0, n_pages; /* page0: in the group */
 };
 static __device__ __forceinline__ bool find_rows(const struct args &a, uint32_t index, struct rows *r)
 {
+    uint32_t page0 = 0;
     for (uint32_t s = a.seq0; s < a.seq1; s++) {
         uint32_t begin = (uint32_t)a.s.token_start[s], n = (uint32_t)a.s.token_start[s + 1] - begin;
         uint32_t tiles = (n + TILE - 1) / TILE;
@@ -246,11 +252,12 @@ static __device__ __forceinline__ bool find_rows(const struct args &a, uint32_t 
             r->token0 = begin + index * TILE;
             r->n = min(n - index * TILE, (uint32_t)TILE);
             r->position0 = (uint32_t)a.s.position[r->token0];
-            r->page0 = (uint32_t)a.s.page_start[s] - a.page0;
-            r->n_pages = ((uint32_t)a.s.kv_len[s] + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS;
+            r->page0 = page0;
+            r->n_pages = pages_of(a.s.kv_len[s]);
             return true;
         }
         index -= tiles;
+        page0 += pages_of(a.s.kv_len[s]);
     }
     return false;
 }
@@ -498,19 +505,20 @@ static __global__ void __launch_bounds__(THREADS, 1) flash_256(const __grid_cons
 /* The sequences from *seq on that fit together; page and token numbers are the host's own, in a step that runs. */
 static uint32_t group_end(const struct dn_step *s, uint32_t seq, uint32_t most)
 {
+    uint64_t pages = pages_of(s->kv_len[seq]);
     uint32_t end = seq + 1;
-    while (end < s->n_seqs && (uint32_t)(s->page_start[end + 1] - s->page_start[seq]) <= most)
+    while (end < s->n_seqs && (pages += pages_of(s->kv_len[end])) <= most)
         end++;
     return end;
 }
 
 static void launch_group(struct dn_cuda *c, struct args *a, const struct dn_step *s)
 {
-    a->page0 = (uint32_t)s->page_start[a->seq0];
-    a->n_pages = (uint32_t)s->page_start[a->seq1] - a->page0;
-    a->n_tiles = 0;
-    for (uint32_t i = a->seq0; i < a->seq1; i++)
+    a->n_pages = a->n_tiles = 0;
+    for (uint32_t i = a->seq0; i < a->seq1; i++) {
+        a->n_pages += pages_of(s->kv_len[i]);
         a->n_tiles += (uint32_t)(s->token_start[i + 1] - s->token_start[i] + TILE - 1) / TILE;
+    }
     if (!a->n_tiles)
         return;
     dn_launch(c, "mla_prefill", gather_kernel, dim3(a->n_pages), dim3(256), 0, *a);

@@ -244,23 +244,38 @@ void dn_cuda_join_check(struct dn_cuda *c)
     c->plain = true;
 }
 
+/* Most pages of one sequence. */
+static uint32_t seq_pages(const struct dn_cuda *c)
+{
+    const struct dn_step_limits *l = &c->conf.limits;
+    return l->seq_pages ? min_u32(l->seq_pages, l->pages) : l->pages;
+}
+
+static uint32_t pages_of(const struct dn_cuda *c, uint32_t q)
+{
+    return ((uint32_t)c->own->step.kv_len[q] + c->base.ops->page_tokens - 1) / c->base.ops->page_tokens;
+}
+
 /* Every token has a page: kernels read page ids without asking. The device finds wild ids of the sequences whose tags
  * it checks; nobody else would those of the others. */
 static void check_pages(const struct dn_cuda *c)
 {
     const struct dn_step *s = &c->own->step;
+    uint64_t sum = 0;
     for (uint32_t q = 0; q < s->n_seqs; q++) {
-        int32_t begin = s->page_start[q], end = s->page_start[q + 1];
-        DN_BUG_ON((uint64_t)(end - begin) * c->base.ops->page_tokens < (uint64_t)s->kv_len[q]);
+        uint32_t begin = (uint32_t)s->page_start[q], n = pages_of(c, q);
+        DN_BUG_ON(n > seq_pages(c) || n > c->conf.limits.pages - begin);
+        sum += n;
         if (s->check[q] || c->own->n_pages == 0)
             continue;
         DN_BUG_ON(c->own->n_pages > INT32_MAX);
         /* The highest bit is that of an id above `last`; several at once, 2 us for 64 x 8k tokens. */
         uint32_t last = c->own->n_pages - 1, wrong = 0;
-        for (int32_t i = begin; i < end; i++)
+        for (uint32_t i = begin; i < begin + n; i++)
             wrong |= s->page[i] | (last - s->page[i]);
         DN_BUG_ON(wrong >> 31);
     }
+    DN_BUG_ON(sum > c->conf.limits.pages);
 }
 
 void dn_cuda_uses_pages(struct dn_cuda *c)
@@ -283,13 +298,6 @@ static void set_sizes(struct dn_cuda *c, enum dn_step_kind kind, uint32_t tokens
     c->n_rows = rows;
     c->max_pages = pages ? pages : 1;
     c->step = kind == DN_STEP_DECODE ? c->own->decode : c->own->prefill;
-}
-
-/* Most pages of one sequence. */
-static uint32_t seq_pages(const struct dn_cuda *c)
-{
-    const struct dn_step_limits *l = &c->conf.limits;
-    return l->seq_pages ? min_u32(l->seq_pages, l->pages) : l->pages;
 }
 
 static void decode_sizes(struct dn_cuda *c, uint32_t bucket)
@@ -386,8 +394,8 @@ static void check_seq(const struct dn_cuda *c, uint32_t q)
     const struct dn_step *s = &c->own->step;
     int32_t begin = s->token_start[q], end = s->token_start[q + 1];
     DN_BUG_ON(begin < 0 || end <= begin || (uint32_t)end > s->n_tokens);
-    DN_BUG_ON(s->page_start[q + 1] < s->page_start[q] || (uint32_t)s->page_start[q + 1] > c->conf.limits.pages);
-    DN_BUG_ON((uint32_t)(s->page_start[q + 1] - s->page_start[q]) > seq_pages(c));
+    DN_BUG_ON(s->page_start[q] < 0 || (uint32_t)s->page_start[q] > c->conf.limits.pages);
+    DN_BUG_ON(s->check[q] && pages_of(c, q) > c->conf.limits.pages - (uint32_t)s->page_start[q]);
     DN_BUG_ON(s->kv_format[q] >= DN_KV_FORMATS);
     DN_BUG_ON(s->slot[q] >= 0 && (uint32_t)s->slot[q] >= c->conf.n_slots);
     DN_BUG_ON(s->kv_len[q] < end - begin);
@@ -412,7 +420,7 @@ static void check_step(const struct dn_cuda *c)
     const struct dn_step *s = &c->own->step;
     const struct dn_step_limits *l = &c->conf.limits;
     DN_BUG_ON(s->n_tokens > l->tokens || s->n_seqs > l->seqs || s->n_rows > l->rows || s->n_tags > l->tags);
-    DN_BUG_ON(s->n_seqs && (s->token_start[0] != 0 || s->page_start[0] != 0));
+    DN_BUG_ON(s->n_seqs && s->token_start[0] != 0);
     DN_BUG_ON(s->n_seqs ? (uint32_t)s->token_start[s->n_seqs] != s->n_tokens : s->n_tokens != 0);
     DN_BUG_ON(s->kind == DN_STEP_DECODE && s->n_tokens != s->n_seqs);
     for (uint32_t q = 0; q < s->n_seqs; q++)
@@ -423,12 +431,23 @@ static void check_step(const struct dn_cuda *c)
         check_pages(c);
 }
 
+/* Where the last table of the step ends. */
+static uint32_t end_of_pages(const struct dn_cuda *c)
+{
+    const struct dn_step *s = &c->own->step;
+    uint32_t end = 0;
+    for (uint32_t q = 0; q < s->n_seqs; q++) {
+        uint32_t e = (uint32_t)s->page_start[q] + pages_of(c, q);
+        end = e > end ? e : end;
+    }
+    return min_u32(end, c->conf.limits.pages); /* operations on rows alone have no pages */
+}
+
 static void upload_step(struct dn_cuda *c)
 {
     struct dn_cuda_private *own = c->own;
     struct dn_step *s = &own->step;
     bool decode = s->kind == DN_STEP_DECODE;
-    uint32_t n_pages = s->n_seqs ? (uint32_t)s->page_start[s->n_seqs] : 0;
     own->count_host[DN_COUNT_TOKENS] = s->n_tokens;
     own->count_host[DN_COUNT_SEQS] = s->n_seqs;
     own->count_host[DN_COUNT_ROWS] = s->n_rows;
@@ -442,7 +461,7 @@ static void upload_step(struct dn_cuda *c)
         memcpy(own->decode_host.token_count, s->token_count, s->n_tokens * sizeof *s->token_count);
     }
     size_t from = decode ? own->begin_decode : own->begin_prefill;
-    size_t to = own->page_at + n_pages * sizeof *s->page;
+    size_t to = own->page_at + end_of_pages(c) * sizeof *s->page;
     check(c, cudaMemcpyAsync(own->device + from, own->host + from, to - from, cudaMemcpyHostToDevice, own->main),
           "upload of a step");
 }
@@ -456,11 +475,11 @@ static uint32_t bucket_of(const struct dn_cuda_private *own, uint32_t n_seqs)
     return b;
 }
 
-static uint32_t most_pages(const struct dn_step *s)
+static uint32_t most_pages(const struct dn_cuda *c)
 {
     uint32_t most = 0;
-    for (uint32_t q = 0; q < s->n_seqs; q++) {
-        uint32_t n = (uint32_t)(s->page_start[q + 1] - s->page_start[q]);
+    for (uint32_t q = 0; q < c->own->step.n_seqs; q++) {
+        uint32_t n = pages_of(c, q);
         most = n > most ? n : most;
     }
     return most;
@@ -491,7 +510,7 @@ bool dn_cuda_step_begin(struct dn_device *d, uint32_t list)
     if (b < own->n_buckets && s->n_rows <= own->bucket[b])
         decode_sizes(c, own->bucket[b]);
     else
-        set_sizes(c, s->kind, s->n_tokens, s->n_seqs, s->n_rows, most_pages(s));
+        set_sizes(c, s->kind, s->n_tokens, s->n_seqs, s->n_rows, most_pages(c));
     c->plain = true;
     dn_cuda_count_tokens(c);
     return true;

@@ -8,6 +8,7 @@
  * included; in a model it runs beside the first layer's products.
  */
 #include "kernels/cuda/own.cuh"
+#include "kernels/sampling.h"
 
 enum { CHECK_THREADS = 256, TAG_BLOCKS = 2, COUNT_THREADS = 128 };
 
@@ -21,7 +22,7 @@ static __device__ __forceinline__ bool is_right(const struct dn_cuda_step &s, co
 }
 
 static __global__ void __launch_bounds__(CHECK_THREADS)
-    check_tags(struct dn_cuda_step s, uint64_t *table, uint32_t n_pages)
+    check_tags(struct dn_cuda_step s, uint64_t *table, uint32_t n_pages, uint32_t page_tokens)
 {
     dn_wait_previous();
     dn_start_next();
@@ -36,7 +37,7 @@ static __global__ void __launch_bounds__(CHECK_THREADS)
     uint32_t q = blockIdx.x - TAG_BLOCKS;
     if (q >= s.count[DN_COUNT_SEQS] || !s.check[q])
         return; /* bad is 0 since the upload */
-    int32_t begin = s.page_start[q], n = s.page_start[q + 1] - begin;
+    int32_t begin = s.page_start[q], n = (int32_t)(((uint32_t)s.kv_len[q] + page_tokens - 1) / page_tokens);
     uint32_t wrong = UINT32_MAX;
 #pragma unroll 4
     for (int32_t i = (int32_t)threadIdx.x; i < n; i += CHECK_THREADS)
@@ -59,7 +60,7 @@ void dn_cuda_check_tags(struct dn_device *d, const struct dn_check_tags *p)
 {
     struct dn_cuda *c = dn_cuda(d);
     dn_launch(c, "check_tags", check_tags, dim3(TAG_BLOCKS + c->n_seqs), dim3(CHECK_THREADS), 0, c->step, p->table,
-              p->n_pages);
+              p->n_pages, d->ops->page_tokens);
 }
 
 /* Two counts share a word; they saturate, so adding must look first. The order of additions does not matter. */
@@ -68,7 +69,7 @@ static __device__ void add_one(uint16_t *count)
     uint32_t *word = (uint32_t *)((uintptr_t)count & ~(uintptr_t)3), shift = (uintptr_t)count & 2 ? 16 : 0;
     uint32_t old = *(volatile uint32_t *)word, seen;
     do {
-        if ((old >> shift & DN_CUDA_COUNT_MAX) == DN_CUDA_COUNT_MAX)
+        if ((old >> shift & DN_COUNT_MAX) == DN_COUNT_MAX)
             return;
         seen = old;
         old = atomicCAS(word, seen, seen + (1u << shift));

@@ -491,7 +491,7 @@ static void call_write(struct bench *b, uint32_t i)
 static void call_tags(struct bench *b, uint32_t i)
 {
     (void)i;
-    b->ops->check_tags(b->d, &(struct dn_check_tags){b->tags, b->n_pages});
+    b->ops->check_tags(b->d, &(struct dn_check_tags){b->tags, b->n_pages, b->layout.page_tokens});
 }
 
 static int bench_cache(struct bench *b, enum dn_kv_format f, struct dn_err *err)

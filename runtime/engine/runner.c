@@ -202,7 +202,8 @@ static void call_list(struct dn_runner *r, uint32_t list)
 {
     const struct dn_kernels *ops = r->device->ops;
     if (list == LIST_CHECKED)
-        ops->check_tags(r->device, &(struct dn_check_tags){.table = r->tags, .n_pages = r->n_pages});
+        ops->check_tags(r->device, &(struct dn_check_tags){
+                                       .table = r->tags, .n_pages = r->n_pages, .page_tokens = r->layout.page_tokens});
     r->forward(r);
     ops->step_end(r->device);
 }

@@ -125,6 +125,7 @@ static void leave_slot(struct dn_sched *s, struct dn_seq *q)
         return;
     s->running[q->slot] = NULL;
     s->n_running--;
+    dn_batch_leave(&s->batch, q->slot);
     q->slot = -1;
     s->room_changed = true;
 }
@@ -397,7 +398,7 @@ int dn_sched_open(const struct dn_sched_conf *conf, struct dn_pool *pool, const 
     s->sink = *sink;
     dn_inbox_init(&s->inbox);
     s->running = dn_alloc0(pool->conf.max_sequences, sizeof *s->running);
-    s->batch = (struct dn_batch){.pool = pool, .seq = dn_alloc0(pool->conf.max_sequences, sizeof *s->batch.seq)};
+    dn_batch_init(&s->batch, pool);
     s->out = dn_alloc0(sink->n_loops, sizeof *s->out);
     s->order = dn_alloc0(pool->conf.max_sequences, sizeof *s->order);
     s->audit_refs = dn_alloc0(dn_pages_count(pool->pages), sizeof *s->audit_refs);
@@ -442,7 +443,7 @@ void dn_sched_close(struct dn_sched *s)
     dn_inbox_release(&s->inbox);
     dn_sched_stats_close(s->stats);
     free(s->running);
-    free(s->batch.seq);
+    dn_batch_release(&s->batch);
     free(s->out);
     free(s->order);
     free(s->audit_refs);

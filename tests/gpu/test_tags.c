@@ -19,20 +19,37 @@ static uint32_t below(uint32_t n)
     return (uint32_t)(gpu_rng() % n);
 }
 
-/* n sequences with some pages each; as many as fit, some without, one with thousands. */
+/* Sequence q has these pages, not all of whose last one are tokens. */
+static void set_pages(struct dn_step *s, uint32_t q, uint32_t at, uint32_t pages)
+{
+    s->page_start[q] = (int32_t)at;
+    s->kv_len[q] = (int32_t)(pages * 64 - below(64));
+    s->position[q] = s->kv_len[q] - 1;
+}
+
+static uint32_t pages_of(const struct dn_step *s, uint32_t q)
+{
+    return ((uint32_t)s->kv_len[q] + 63) / 64;
+}
+
+/* n sequences with some pages each; as many as fit, one with thousands; tables in any order, wild pages between them.
+ */
 static void make_step(struct gpu *g, enum dn_step_kind kind, uint32_t n, const uint64_t *table, uint32_t n_table)
 {
     struct dn_step *s = g->s;
     gpu_rows_step(g, kind, n);
-    uint32_t at = 0;
-    for (uint32_t q = 0; q < n; q++) {
-        static const uint32_t len[] = {0, 1, 2, 31, 32, 33, 255, 256, 257, 700};
-        uint32_t pages = q == n / 2 ? 4000 : len[below(10)];
-        for (uint32_t i = 0; i < pages && at < PAGES; i++, at++) {
+    uint32_t at = 0, first = below(n);
+    memset(s->page, 0xff, PAGES * sizeof *s->page);
+    for (uint32_t k = 0; k < n; k++) {
+        static const uint32_t len[] = {1, 2, 3, 31, 32, 33, 255, 256, 257, 700};
+        uint32_t q = (k + first) % n, pages = k == n / 2 ? 4000 : len[below(10)], room = PAGES - at - 2 * (n - k);
+        pages = pages < room ? pages : 1;
+        set_pages(s, q, at, pages);
+        for (uint32_t i = 0; i < pages; i++, at++) {
             s->page[at] = below(n_table);
             s->tag[at] = table[s->page[at]];
         }
-        s->page_start[q + 1] = (int32_t)at;
+        at += below(2);
         s->check[q] = below(8) != 0;
     }
 }
@@ -43,8 +60,8 @@ static void spoil(struct gpu *g, uint32_t n_table)
     struct dn_step *s = g->s;
     static const uint32_t outside[] = {0, 1, 1000, 0x7fffffff, 0xffffffff};
     for (uint32_t q = 0; q < s->n_seqs; q++) {
-        uint32_t first = (uint32_t)s->page_start[q], pages = (uint32_t)s->page_start[q + 1] - first;
-        for (uint32_t k = below(4); pages && k > 0; k--) {
+        uint32_t first = (uint32_t)s->page_start[q], pages = pages_of(s, q);
+        for (uint32_t k = below(4); k > 0; k--) {
             uint32_t i = below(4) == 0 ? 0 : below(4) == 0 ? pages - 1 : below(pages);
             uint32_t what = below(4);
             if (what == 0)
@@ -64,9 +81,10 @@ static int32_t expected(const struct dn_step *s, const uint64_t *table, uint32_t
 {
     if (!s->check[q])
         return 0;
-    for (int32_t i = s->page_start[q]; i < s->page_start[q + 1]; i++)
-        if (s->page[i] >= n_table || table[s->page[i]] != s->tag[i])
-            return 1 + i - s->page_start[q];
+    uint32_t at = (uint32_t)s->page_start[q], n = pages_of(s, q);
+    for (uint32_t i = 0; i < n; i++)
+        if (s->page[at + i] >= n_table || table[s->page[at + i]] != s->tag[at + i])
+            return 1 + (int32_t)i;
     return 0;
 }
 
@@ -80,7 +98,7 @@ static void run(struct gpu *g, uint32_t list, enum dn_step_kind kind, uint32_t n
     for (uint32_t i = 0; i < s->n_tags; i++) {
         s->tag_new[i] = gpu_rng();
         if (below(2)) /* pages that the step names are among them: some already with the new tag */
-            for (int32_t k = 0; k < s->page_start[n]; k++)
+            for (uint32_t k = 0; k < PAGES; k++)
                 if (s->page[k] == s->tag_first + i)
                     s->tag[k] = s->tag_new[i];
     }
@@ -176,7 +194,7 @@ Test(tags, bench)
                 g.s->tag[q * pages + k] = 0;
             }
             g.s->check[q] = 1;
-            g.s->page_start[q + 1] = (int32_t)((q + 1) * pages);
+            set_pages(g.s, q, q * pages, pages);
         }
         g.s->n_tags = 64;
         memset(g.s->tag_new, 0, 64 * sizeof *g.s->tag_new);

@@ -248,7 +248,7 @@ Test(attention, of_a_bad_sequence_is_zero_and_leaves_the_others_alone)
     f.s->page[2] = UINT32_MAX;
     memset(out, 0xff, 80 * WIDTH * sizeof *out);
     f.ops->step_begin(f.d, 1);
-    f.ops->check_tags(f.d, &(struct dn_check_tags){table, 512});
+    f.ops->check_tags(f.d, &(struct dn_check_tags){table, 512, f.layout.page_tokens});
     f.ops->attention(f.d, &(struct dn_attention){query, WIDTH, 6, 2, 64, 1.0f / 8.0f, &f.layout, f.arena, 0, out});
     cr_assert_eq(f.s->bad[0], 2);
     cr_assert_eq(f.s->bad[1], 0);

@@ -395,7 +395,7 @@ Test(mla, of_a_bad_sequence_is_zero_and_leaves_the_others_alone)
             uint32_t page = f.s->page[1];
             f.s->page[1] = UINT32_MAX; /* never to be followed */
             f.ops->step_begin(f.d, 1);
-            f.ops->check_tags(f.d, &(struct dn_check_tags){table, 4096});
+            f.ops->check_tags(f.d, &(struct dn_check_tags){table, 4096, f.layout.page_tokens});
             if (absorbed)
                 run_absorbed(&f, h, 0, 0.1f, q, out);
             else

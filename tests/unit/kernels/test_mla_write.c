@@ -217,7 +217,7 @@ Test(mla_write, of_a_bad_sequence_leaves_its_pages_alone)
         r.f.s->tag[r.f.s->page_start[2] - 1] = 78;      /* of the second sequence */
         r.f.s->page[r.f.s->page_start[3]] = UINT32_MAX; /* of the fourth */
         r.f.ops->step_begin(r.f.d, 1);
-        r.f.ops->check_tags(r.f.d, &(struct dn_check_tags){table, 8192});
+        r.f.ops->check_tags(r.f.d, &(struct dn_check_tags){table, 8192, r.f.layout.page_tokens});
         run_write(&r, h);
         cr_assert(!r.f.s->bad[0] && r.f.s->bad[1] && !r.f.s->bad[2] && r.f.s->bad[3]);
         for (uint32_t t = 0; t < r.f.s->n_tokens; t++) {

@@ -152,7 +152,7 @@ Test(qkv_write, of_a_bad_sequence_leaves_its_pages_alone)
     float *x = fix_floats(&f, 60 * 192);
     fill_normal(x, 60 * 192, 1.0f);
     f.ops->step_begin(f.d, 1);
-    f.ops->check_tags(f.d, &(struct dn_check_tags){table, 512});
+    f.ops->check_tags(f.d, &(struct dn_check_tags){table, 512, f.layout.page_tokens});
     f.ops->qkv_write(
         f.d, &(struct dn_qkv_write){
                  .qkv = x, .n_heads = 1, .n_kv_heads = 1, .head_dim = 64, .layout = &f.layout, .arena = f.arena});

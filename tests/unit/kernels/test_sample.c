@@ -567,7 +567,7 @@ Test(sample, rows_of_a_bad_sequence_give_no_id)
     }
     f.s->n_rows = 2;
     f.ops->step_begin(f.d, 1);
-    f.ops->check_tags(f.d, &(struct dn_check_tags){table, 4});
+    f.ops->check_tags(f.d, &(struct dn_check_tags){table, 4, f.layout.page_tokens});
     f.ops->sample_rows(f.d, &(struct dn_sample_rows){x, 4, 4});
     cr_assert(f.s->result[0].id >= 0);
     cr_assert_eq(f.s->result[1].id, -1);

@@ -182,8 +182,8 @@ static void bad_setup(void)
 ABORTS(too_many_tokens, s->n_tokens = FIX_TOKENS + 1)
 ABORTS(too_many_sequences, s->n_seqs = FIX_SEQS + 1)
 ABORTS(too_many_rows, s->n_rows = FIX_ROWS + 1)
-ABORTS(too_many_pages, s->page_start[1] = FIX_PAGES + 1)
-ABORTS(falling_page_starts, s->page_start[1] = -1)
+ABORTS(a_table_behind_the_pages, s->page_start[0] = FIX_PAGES + 1)
+ABORTS(a_table_before_the_pages, s->page_start[0] = -1)
 ABORTS(tokens_of_no_sequence, s->n_tokens = 11)
 ABORTS(a_sequence_without_tokens, s->token_start[1] = 0)
 ABORTS(a_token_of_another_sequence, s->token_seq[3] = 1)
@@ -199,7 +199,7 @@ ABORTS(too_many_alternatives, s->sample[0].n_top = DN_MAX_TOP + 1)
 Test(step, aborts_when_positions_have_no_page, .init = bad_setup, .signal = SIGABRT)
 {
     float q[10 * 16] = {0}, out[10 * 16];
-    bad.s->page_start[1] = 2; /* 32 tokens, 40 needed */
+    bad.s->page_start[0] = FIX_PAGES - 2; /* 32 tokens, 40 needed */
     bad.ops->step_begin(bad.d, 1);
     bad.ops->attention(bad.d, &(struct dn_attention){q, 16, 1, 1, 16, 1.0f, &bad.layout, bad.arena, 0, out});
 }

@@ -6,7 +6,7 @@ enum { N_PAGES = 300 };
 static void check(struct fix *f, uint64_t *table)
 {
     f->ops->step_begin(f->d, 1);
-    f->ops->check_tags(f->d, &(struct dn_check_tags){table, N_PAGES});
+    f->ops->check_tags(f->d, &(struct dn_check_tags){table, N_PAGES, f->layout.page_tokens});
     f->ops->step_end(f->d);
     cr_assert_eq(f->ops->step_wait(f->d, NULL), 0);
 }

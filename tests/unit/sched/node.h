@@ -59,8 +59,9 @@ static void on_batch(void *user, uint32_t loop, struct dn_event_batch *b)
     dn_event_batch_free(b);
 }
 
-/* pages: KV memory in bf16 pages of 16 tokens. */
-static inline struct node *node_open(uint32_t pages, uint32_t step_tokens, struct dn_sched_conf sc)
+/* pages: KV memory in bf16 pages of 16 tokens. A context longer than the model's: for devices that compute nothing. */
+static inline struct node *node_open_context(uint32_t pages, uint32_t step_tokens, uint32_t context,
+                                             struct dn_sched_conf sc)
 {
     struct node *n = dn_alloc0(1, sizeof *n);
     struct dn_err err = {0};
@@ -69,17 +70,24 @@ static inline struct node *node_open(uint32_t pages, uint32_t step_tokens, struc
     cr_assert_eq(dn_tiny_write(path, &err), 0, "%s", err.text);
     cr_assert_eq(dn_model_open(path, &n->model, &err), 0, "%s", err.text);
     unlink(path);
+    if (n->model->hyper.context_tokens < context)
+        n->model->hyper.context_tokens = context;
     struct dn_pool_conf pc = {.n_threads = 2,
                               .weights = DN_WEIGHTS_AUTO,
                               .max_sequences = 8,
                               .step_tokens = step_tokens,
                               .echo_rows = 8,
-                              .context_tokens = 256,
+                              .context_tokens = context,
                               .kv_bytes = (uint64_t)pages * 16 * dn_model_kv_bytes(n->model, false)};
     cr_assert_eq(dn_pool_open(&pc, n->model, &n->pool, &err), 0, "%s", err.text);
     const struct dn_sink sink = {.deliver = on_batch, .user = n, .n_loops = 1};
     cr_assert_eq(dn_sched_open(&sc, n->pool, &sink, NULL, &n->sched, &err), 0, "%s", err.text);
     return n;
+}
+
+static inline struct node *node_open(uint32_t pages, uint32_t step_tokens, struct dn_sched_conf sc)
+{
+    return node_open_context(pages, step_tokens, 256, sc);
 }
 
 static inline void node_close(struct node *n)
@@ -164,6 +172,12 @@ static inline struct dn_seq *seq_of(struct node *n, uint32_t slot)
             return n->sched->running[i];
     cr_assert(false, "slot %u does not run", slot);
     return NULL;
+}
+
+/* A test has changed the page table of this sequence by hand. */
+static inline void table_changed(struct node *n, uint32_t slot)
+{
+    dn_batch_leave(&n->sched->batch, seq_of(n, slot)->slot);
 }
 
 #endif

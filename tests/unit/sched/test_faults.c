@@ -55,6 +55,7 @@ static void expect_wrong_text(struct node *n, uint32_t slot)
 static void swap_entry(struct node *n)
 {
     seq_of(n, VICTIM)->page[1].page = seq_of(n, NEIGHBOUR)->page[1].page;
+    table_changed(n, VICTIM);
 }
 
 Test(faults, swapped_entry_is_caught)
@@ -77,6 +78,7 @@ Test(faults, entry_outside_the_arena_is_caught)
 {
     struct node *n = two_running(true);
     seq_of(n, VICTIM)->page[1].page = dn_pages_count(n->pool->pages) + 7;
+    table_changed(n, VICTIM);
     expect_only_the_victim_ends(n);
     node_close(n);
 }
@@ -139,6 +141,7 @@ Test(faults, double_free_without_tags)
 {
     struct node *n = two_running(false);
     seq_of(n, VICTIM)->page[4] = seq_of(n, NEIGHBOUR)->page[4]; /* both write it, both with a valid tag */
+    table_changed(n, VICTIM);
     expect_wrong_text(n, VICTIM);
     node_close(n);
 }
@@ -185,6 +188,7 @@ static void stale_writer(struct node *n)
     struct dn_seq *a = seq_of(n, VICTIM), *b = seq_of(n, NEIGHBOUR);
     struct dn_page_ref *last = &a->page[a->n_computed / 16];
     last->page = b->page[1].page;
+    table_changed(n, VICTIM);
 }
 
 Test(faults, stale_write_is_gated)

@@ -1,13 +1,13 @@
 #include "engine/weights.h"
 
 #include "base/buf.h"
+#include "base/memory.h"
 #include "engine/runner.h"
 #include "engine/weights_impl.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* How a matrix's format is chosen. */
 enum kind { KIND_LINEAR, KIND_VOCAB, KIND_BF16 };
@@ -403,8 +403,14 @@ static int upload_vectors(struct dn_weights *w, const struct dn_tensor *const *p
     for (int i = 0; i < n_parts; i++)
         n += (size_t)part[i]->dim[0];
     float *host = dn_alloc0(n, sizeof *host);
-    for (int i = 0; i < n_parts; at += (size_t)part[i]->dim[0], i++)
+    for (int i = 0; i < n_parts; at += (size_t)part[i]->dim[0], i++) {
         dn_tensor_row_f32(part[i]->type, part[i]->data, (size_t)part[i]->dim[0], host + at);
+        int code = dn_weights_check_vector(w->model, part[i], host + at, err);
+        if (code != 0) {
+            free(host);
+            return code;
+        }
+    }
     *out = w->device->ops->alloc(w->device, n * sizeof *host);
     if (*out != NULL)
         w->device->ops->upload(w->device, *out, host, n * sizeof *host);
@@ -445,35 +451,97 @@ static int upload_layer(struct dn_weights *w, uint32_t l, struct dn_err *err)
 
 /* ---- Open and close ---------------------------------------------------------------------------------------------- */
 
-/* Systems promise memory that they do not have, and end the process when it is used: minutes later, without a word. */
-static int check_memory(const struct dn_weights *w, struct dn_err *err)
+/* Of the device that the weights go to. */
+struct memory {
+    uint64_t free_bytes, total_bytes; /* 0 total: unknown */
+    uint64_t usable;                  /* free, and on the host the free swap space */
+    bool is_gpu, is_limited;
+    const char *whose;
+};
+
+static void free_host(struct dn_weights *w)
 {
-    uint64_t free_bytes, total_bytes;
-    w->device->ops->memory(w->device, &free_bytes, &total_bytes);
-    long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
-    if (total_bytes == 0 && pages > 0 && page_bytes > 0)
-        total_bytes = (uint64_t)pages * (uint64_t)page_bytes;
-    if (total_bytes == 0 || w->bytes <= total_bytes)
-        return 0;
-    return dn_err_set(err, DN_NO_MEMORY,
-                      "%s: the weights need %" PRIu64 " bytes, and the device has %" PRIu64 " in all", w->model->path,
-                      w->bytes, total_bytes);
+    for (size_t i = 0; i < w->n_notes; i++)
+        free(w->note[i]);
+    free(w->layer);
+}
+
+/* What the weights would take in another format; 0: the device does not take them so. */
+static uint64_t bytes_as(const struct dn_weights *w, int format)
+{
+    struct dn_weights other = {.model = w->model, .format = format};
+    struct list l = {.w = &other, .ops = w->device->ops};
+    int code = list_jobs(&l, NULL);
+    release_list(&l);
+    free_host(&other);
+    return code == 0 ? other.bytes : 0;
+}
+
+/* Says how much is missing and what would fit: the format of the most bits that does, another device. */
+static int too_large(const struct dn_weights *w, const struct memory *have, struct dn_err *err)
+{
+    static const int format[] = {DN_W_FP8, DN_W_INT8, DN_W_INT4};
+    const double gib = 1 << 30;
+    uint64_t least = w->bytes, best = 0;
+    const char *now = dn_weights_main_format(w), *best_name = "", *least_name = "";
+    for (size_t i = 0; i < sizeof format / sizeof *format; i++) {
+        const char *name = dn_weights_format_name(format[i]);
+        uint64_t bytes = strcmp(name, now) == 0 ? 0 : bytes_as(w, format[i]);
+        if (bytes > best && bytes <= have->usable) {
+            best = bytes;
+            best_name = name;
+        }
+        if (bytes > 0 && bytes < least) {
+            least = bytes;
+            least_name = name;
+        }
+    }
+    struct dn_buf b = {0};
+    dn_buf_printf(&b, "the weights need %.1f GiB as %s, and %s has %.1f of %.1f GiB free", (double)w->bytes / gib, now,
+                  have->whose, (double)have->free_bytes / gib, (double)have->total_bytes / gib);
+    if (best > 0)
+        dn_buf_printf(&b, ": --weights %s would need %.1f GiB", best_name, (double)best / gib);
+    else if (least < w->bytes)
+        dn_buf_printf(&b, ", too little even for %s (%.1f GiB)", least_name, (double)least / gib);
+    if (have->is_gpu)
+        dn_buf_puts(&b, "; or take another GPU (--device cuda:N) or --device cpu");
+    else if (have->is_limited)
+        dn_buf_puts(&b, "; or raise the limit");
+    int code = dn_err_set(err, DN_NO_MEMORY, "%s: %s", w->model->path, dn_buf_str(&b));
+    dn_buf_release(&b);
+    return code;
+}
+
+static struct memory memory_of(const struct dn_device *d)
+{
+    struct memory m = {.is_gpu = true, .whose = "the GPU"};
+    d->ops->memory((struct dn_device *)d, &m.free_bytes, &m.total_bytes);
+    m.usable = m.free_bytes;
+    if (m.total_bytes > 0)
+        return m;
+    struct dn_memory host;
+    dn_memory_read(&host);
+    return (struct memory){.free_bytes = host.free_bytes,
+                           .total_bytes = host.total_bytes,
+                           .usable = host.free_bytes + host.swap_bytes,
+                           .is_limited = host.is_limited,
+                           .whose = host.is_limited ? "this container" : "this machine"};
 }
 
 static int load_all(struct dn_weights *w, const struct dn_weights_jobs *jobs, const struct dn_weights_conf *conf,
                     struct dn_err *err)
 {
     struct dn_device *d = w->device;
-    int fits = check_memory(w, err);
-    if (fits != 0)
-        return fits;
+    struct memory have = memory_of(d);
+    /* Systems promise memory that they do not have, and end the process when it is used: minutes later, without a word.
+     */
+    if (have.total_bytes > 0 && w->bytes > have.usable)
+        return too_large(w, &have, err);
     for (size_t i = 0; i < jobs->n; i++) {
         struct dn_matrix *m = jobs->job[i].m;
         m->data = d->ops->alloc(d, m->bytes);
         if (m->data == NULL)
-            return dn_err_set(err, DN_NO_MEMORY,
-                              "%s: the weights need %" PRIu64 " bytes, which the device does not have", w->model->path,
-                              w->bytes);
+            return too_large(w, &have, err);
     }
     int code = upload_vector(w, DN_T_FINAL_NORM, 0, &w->final_norm, err);
     for (uint32_t l = 0; l < w->model->hyper.n_layers && code == 0; l++)
@@ -535,13 +603,6 @@ static void free_device(struct dn_weights *w)
     for (size_t i = 0; i < sizeof p / sizeof *p; i++)
         if (p[i] != NULL)
             d->ops->free(d, p[i]);
-}
-
-static void free_host(struct dn_weights *w)
-{
-    for (size_t i = 0; i < w->n_notes; i++)
-        free(w->note[i]);
-    free(w->layer);
 }
 
 void dn_weights_close(struct dn_weights *w)

@@ -1,5 +1,5 @@
-/* Between weights.c (which matrices there are, and in which format) and weights_pack.c (their rows out of the files)
- * only. */
+/* Between weights.c (which matrices there are, and in which format), weights_pack.c (their rows out of the files) and
+ * weights_check.c (whether those are numbers) only. */
 #ifndef DN_ENGINE_WEIGHTS_IMPL_H
 #define DN_ENGINE_WEIGHTS_IMPL_H
 
@@ -39,5 +39,13 @@ static inline uint32_t dn_matrix_rows(const struct dn_matrix *m)
 /* Packs all matrices, whose memory there is. */
 int dn_weights_pack(struct dn_weights *w, const struct dn_weights_jobs *jobs, const struct dn_weights_conf *conf,
                     struct dn_err *err);
+
+/* weights_check.c. Whether rows [row, row + n) of a matrix, scales included, hold numbers only: no NaN, no infinity. */
+bool dn_weights_are_numbers(const struct dn_linear *l, uint64_t row, uint64_t n);
+/* The error that names the tensor and the first that is none; 0: they all are. DN_MODEL_FILE. */
+int dn_weights_name_bad(const struct dn_model *m, const struct dn_linear *l, struct dn_err *err);
+/* The same for a vector, whose values are decoded: dim[0] of them. */
+int dn_weights_check_vector(const struct dn_model *m, const struct dn_tensor *t, const float *value,
+                            struct dn_err *err);
 
 #endif

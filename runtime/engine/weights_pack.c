@@ -29,7 +29,8 @@ struct load {
     size_t scratch_bytes;
     atomic_size_t next, ahead; /* tasks taken; tasks whose bytes the system was told to read */
     atomic_uint_fast64_t done_bytes, ahead_bytes;
-    atomic_int code; /* the first failure's */
+    atomic_int code;        /* the first failure's */
+    atomic_size_t bad_task; /* the first whose rows are no numbers: those before it were begun, and end as well */
     const struct dn_weights_conf *conf;
     uint64_t total_bytes;
     bool no_files; /* a synthetic model's few pages stay where they are */
@@ -329,6 +330,34 @@ static uint64_t advise_task(const struct load *load, const struct task *task, in
     return sum;
 }
 
+/* Whether all that a task reads are numbers. What is transposed is packed once more as it lies. */
+static bool are_numbers(const struct load *load, const struct task *task)
+{
+    const struct dn_weights_job *job = &load->jobs->job[task->job];
+    uint32_t part = part_of(job, task->row0);
+    for (uint32_t at = 0; !load->no_files && !job->transposed && at < task->n;) {
+        struct piece p = next_piece(job, &part, task->row0, at, task->n);
+        if (!dn_weights_are_numbers(p.from, p.from_row, p.n))
+            return false;
+        at += p.n;
+    }
+    return true;
+}
+
+/* Names what a task found. */
+static int name_bad(const struct load *load, const struct task *task, const struct dn_model *m, struct dn_err *err)
+{
+    const struct dn_weights_job *job = &load->jobs->job[task->job];
+    uint32_t part = part_of(job, task->row0);
+    int code = 0;
+    for (uint32_t at = 0; code == 0 && at < task->n;) {
+        struct piece p = next_piece(job, &part, task->row0, at, task->n);
+        code = dn_weights_name_bad(m, p.from, err);
+        at += p.n;
+    }
+    return code;
+}
+
 /* Has the system read what the tasks behind those at work will need. */
 static void read_ahead(struct load *load)
 {
@@ -348,7 +377,11 @@ static void work(struct load *load, bool is_caller)
     size_t i;
     while (atomic_load(&load->code) == 0 && (i = atomic_fetch_add(&load->next, 1)) < load->n_tasks) {
         read_ahead(load);
-        int expected = 0, code = pack_chunk(load, &load->task[i], scratch);
+        bool fine = are_numbers(load, &load->task[i]);
+        int expected = 0, code = fine ? pack_chunk(load, &load->task[i], scratch) : -DN_MODEL_FILE;
+        size_t first = atomic_load(&load->bad_task);
+        while (!fine && i < first && !atomic_compare_exchange_weak(&load->bad_task, &first, i))
+            ;
         if (code != 0)
             atomic_compare_exchange_strong(&load->code, &expected, code);
         /* What was packed is not read again: without this a model's file would stay in our resident memory. */
@@ -395,6 +428,7 @@ int dn_weights_pack(struct dn_weights *w, const struct dn_weights_jobs *jobs, co
                         .jobs = jobs,
                         .conf = conf,
                         .total_bytes = jobs->file_bytes,
+                        .bad_task = SIZE_MAX,
                         .no_files = w->model->synthetic != NULL};
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     unsigned n_threads = conf->n_threads ? conf->n_threads : cores > 0 ? (unsigned)cores : 1;
@@ -410,8 +444,13 @@ int dn_weights_pack(struct dn_weights *w, const struct dn_weights_jobs *jobs, co
     work(&load, true);
     for (unsigned i = 0; i < n_started; i++)
         pthread_join(thread[i], NULL);
+    int code = atomic_load(&load.code), named = 0;
+    size_t bad = atomic_load(&load.bad_task);
+    if (bad != SIZE_MAX)
+        named = name_bad(&load, &load.task[bad], w->model, err);
     free(load.task);
-    int code = atomic_load(&load.code);
+    if (named != 0)
+        return named;
     if (code != 0)
         return dn_err_set(err, (enum dn_code) - code, "%s: packing the weights failed", w->model->path);
     if (conf->progress != NULL)

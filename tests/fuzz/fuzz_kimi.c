@@ -105,8 +105,13 @@ static void use_model(const struct dn_model *m, uint8_t choice)
     if (code == 0 && plan.weight_bytes < MAX_WEIGHTS && plan.activation_bytes < MAX_WEIGHTS * 4 &&
         plan.rope_bytes < MAX_WEIGHTS) {
         struct dn_weights_conf wc = {.format = format, .n_threads = conf.n_threads};
-        if (dn_weights_open(d, m, &wc, &w, &err) != 0 || w->bytes != plan.weight_bytes)
+        code = dn_weights_open(d, m, &wc, &w, &err);
+        if (code != 0 ? code != -DN_MODEL_FILE : w->bytes != plan.weight_bytes)
             abort();
+        if (code != 0) { /* values that are no numbers */
+            d->ops->close(d);
+            return;
+        }
         struct dn_runner_conf rc = {.limits = limits, .arena_bytes = 8 << 20, .slab_bytes = 1 << 20};
         if (dn_runner_open(d, w, &rc, &r, &err) == 0) {
             if (r->n_slabs >= 2 * SEQS)

@@ -343,3 +343,61 @@ Test(weights, an_odd_width_stays_in_bf16_with_a_note)
     fixture_close(&f);
     tiny_remove(folder);
 }
+
+/* ---- Too large --------------------------------------------------------------------------------------------------- */
+
+static uint64_t fake_free, fake_total;
+
+static void fake_memory(struct dn_device *d, uint64_t *free_bytes, uint64_t *total_bytes)
+{
+    *free_bytes = fake_free;
+    *total_bytes = fake_total;
+}
+
+static void *no_memory(struct dn_device *d, size_t bytes)
+{
+    return NULL;
+}
+
+/* A GPU that has less than the weights need: how much, and what would fit instead. */
+Test(weights, what_would_fit_is_said)
+{
+    const enum dn_tensor_type type[5] = {DN_TT_BF16, DN_TT_BF16, DN_TT_BF16, DN_TT_BF16, DN_TT_BF16};
+    struct fixture f;
+    struct dn_err err;
+    struct dn_weights *w = NULL;
+    open_types(&f, type, DN_WEIGHTS_AUTO, 1);
+    const struct dn_kernels *right = f.device->ops;
+    struct dn_kernels ops = *right;
+    ops.memory = fake_memory;
+    fake_total = 3 << 20;
+    struct dn_weights_conf conf = {.format = DN_WEIGHTS_AUTO, .n_threads = 1};
+    f.device->ops = &ops;
+    const struct {
+        uint64_t free_bytes;
+        const char *text;
+    } c[] = {{f.weights->bytes - 1, ": --weights int8 would need 0.0 GiB; or take another GPU (--device cuda:N) or "
+                                    "--device cpu"},
+             {f.weights->bytes / 3 + 4096, ": --weights int4 would need 0.0 GiB; or take another GPU"},
+             {1000, ", too little even for int4 (0.0 GiB); or take another GPU"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        fake_free = c[i].free_bytes;
+        cr_expect_eq(dn_weights_open(f.device, f.model, &conf, &w, &err), -DN_NO_MEMORY);
+        cr_expect(strstr(err.text, ": the weights need 0.0 GiB as bf16, and the GPU has 0.0 of 0.0 GiB free") != NULL &&
+                      strstr(err.text, c[i].text) != NULL,
+                  "case %zu: %s", i, err.text);
+    }
+    fake_free = f.weights->bytes;
+    cr_expect_eq(dn_weights_open(f.device, f.model, &conf, &w, &err), 0, "%s", err.text);
+    dn_weights_close(w);
+    ops.alloc = no_memory; /* others were quicker */
+    cr_expect_eq(dn_weights_open(f.device, f.model, &conf, &w, &err), -DN_NO_MEMORY);
+    cr_expect(strstr(err.text, "the GPU has ") != NULL, "%s", err.text);
+    ops = *right; /* the host's memory, and malloc's word for it */
+    ops.alloc = no_memory;
+    cr_expect_eq(dn_weights_open(f.device, f.model, &conf, &w, &err), -DN_NO_MEMORY);
+    cr_expect(strstr(err.text, " GiB as bf16, and this ") != NULL && strstr(err.text, "another GPU") == NULL, "%s",
+              err.text);
+    f.device->ops = right;
+    fixture_close(&f);
+}

@@ -1,4 +1,5 @@
 #include "base/buf.h"
+#include "base/memory.h"
 #include "cli/args.h"
 #include "cli/cli.h"
 #include "cli/progress.h"
@@ -44,11 +45,11 @@ static void check_cpu(struct report *r)
 static void check_memory(struct report *r)
 {
     char text[128], a[16], b[16];
-    long size = sysconf(_SC_PAGE_SIZE), all = sysconf(_SC_PHYS_PAGES), free_pages = sysconf(_SC_AVPHYS_PAGES);
-    uint64_t free_bytes = (uint64_t)free_pages * (uint64_t)size;
-    snprintf(text, sizeof text, "%s free of %s", dn_bytes_text(free_bytes, a),
-             dn_bytes_text((uint64_t)all * (uint64_t)size, b));
-    line(r, free_bytes < (1ull << 30), "memory", text);
+    struct dn_memory m;
+    dn_memory_read(&m);
+    snprintf(text, sizeof text, "%s free of %s%s", dn_bytes_text(m.free_bytes, a), dn_bytes_text(m.total_bytes, b),
+             m.is_limited ? ", a container's limit" : "");
+    line(r, m.free_bytes < (1ull << 30), "memory", text);
 }
 
 static void check_files(struct report *r)

@@ -89,6 +89,7 @@ int dn_local_pool_conf(const struct dn_local_options *o, struct dn_pool_conf *co
     conf->backend = o->device;
     conf->n_threads = (unsigned)threads;
     conf->context_tokens = (uint32_t)ctx;
+    conf->context_is_asked = true;
     return 0;
 }
 

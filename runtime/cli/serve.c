@@ -305,6 +305,7 @@ static int load(struct server *s, struct dn_err *err)
         .max_sequences = u32(c->max_sequences),
         .step_tokens = u32(c->step_tokens),
         .context_tokens = u32(m->context),
+        .context_is_asked = true,
         .page_tokens = u32(c->page_tokens),
         .kv_bytes = c->kv_memory,
         .progress = on_progress,
@@ -444,6 +445,8 @@ static int start(struct server *s, struct dn_err *err)
     int rc = choose_certificate(s, err);
     if (rc == 0)
         rc = dn_load_model(s->model.path, s->model.template, &s->loaded, err);
+    if (rc == 0) /* now, and with --check too */
+        rc = dn_pool_check_context(u32(s->model.context), s->loaded.model, err);
     if (rc != 0)
         return rc;
     fill_node(s);

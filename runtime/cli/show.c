@@ -5,35 +5,43 @@
 #include "cli/cli.h"
 #include "cli/load.h"
 #include "cli/progress.h"
+#include "pool/device.h"
 #include "script/conf.h"
 
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 static const char usage[] =
-    "dunlin show MODEL                what a model file holds, and what would fit on this machine\n"
+    "dunlin show MODEL                what a model file holds, and what would fit on the device now\n"
     "dunlin show config [--conf F]    every setting: value and where it comes from\n"
     "dunlin show template MODEL       the model's chat template\n";
 
-static uint64_t memory_bytes(void)
-{
-    long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGE_SIZE);
-    return pages > 0 && size > 0 ? (uint64_t)pages * (uint64_t)size : 0;
-}
+/* What is shown: the model, and the device that it would be served on. */
+struct shown {
+    struct dn_loaded loaded;
+    char device[32]; /* "cpu", "cuda:0" */
+};
 
-static int plan_of(const struct dn_model *m, int format, struct dn_plan *plan, struct dn_err *err)
+/* The device that serve would take with the same flag. */
+static int open_device(struct shown *s, const char *name, struct dn_err *err)
 {
-    struct dn_device *device;
-    const struct dn_device_conf dc = {
-        .n_threads = 1, .limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1}, .n_slots = 1, .n_vocab = 1};
-    int rc = dn_kernels_open_cpu(&dc, &device, err);
+    struct dn_device_choice choice;
+    const struct dn_pool_conf conf = {.backend = name, .weights = DN_WEIGHTS_AUTO};
+    int rc = dn_device_parse(name, &choice, err);
+    if (rc == 0)
+        rc = dn_pool_open_device(&conf, s->loaded.model, &s->loaded.pool, err);
     if (rc != 0)
         return rc;
-    const struct dn_step_limits limits = {.tokens = 512, .seqs = 32, .rows = 96, .pages = 1024};
-    rc = dn_weights_plan(device->ops, m, format, &limits, m->hyper.context_tokens, plan, err);
-    device->ops->close(device);
-    return rc;
+    const struct dn_pool *p = s->loaded.pool;
+    bool gpu = strcmp(p->device->ops->name, "cpu") != 0;
+    snprintf(s->device, sizeof s->device, gpu ? "%s:%d" : "%s", p->device->ops->name, choice.index);
+    return 0;
+}
+
+static int plan_of(const struct shown *s, int format, struct dn_plan *plan, struct dn_err *err)
+{
+    const struct dn_pool *p = s->loaded.pool;
+    return dn_weights_plan(p->device->ops, s->loaded.model, format, &p->limits, p->conf.context_tokens, plan, err);
 }
 
 static const char *const shown_formats[] = {"auto", "bf16", "fp8", "int8", "int4"};
@@ -84,8 +92,46 @@ static void print_shape(const struct dn_model *m)
         printf("note       %s\n", m->note);
 }
 
-static int print_text(const struct dn_loaded *l, struct dn_err *err)
+static void print_device(const struct shown *s)
 {
+    const struct dn_pool *p = s->loaded.pool;
+    struct dn_pool_room room;
+    char a[16], b[16];
+    dn_pool_room(p, &(struct dn_plan){0}, &room);
+    printf("device     %s  %s, %s free of %s%s\n", s->device, p->device_text, dn_bytes_text(room.free_bytes, a),
+           dn_bytes_text(room.total_bytes, b), room.is_limited ? ", a container's limit" : "");
+    if (p->no_gpu[0])
+        printf("           no GPU: %s\n", p->no_gpu);
+}
+
+/* One format of the weights: what it takes, and what is left for the KV cache. */
+static void print_format(const struct shown *s, const char *name)
+{
+    struct dn_plan plan;
+    struct dn_pool_room room;
+    struct dn_err err;
+    int format;
+    char a[16], b[16], c[16];
+    dn_weights_format_parse(name, &format);
+    if (plan_of(s, format, &plan, &err) != 0) {
+        printf("weights    %-5s %9s  not on %s: %s\n", name, "-", s->device, err.text);
+        return;
+    }
+    dn_pool_room(s->loaded.pool, &plan, &room);
+    printf("weights    %-5s %9s  ", name, dn_bytes_text(plan.weight_bytes, a));
+    if (room.missing_bytes > 0)
+        printf("too much for %s: %s more than the %s that are free\n", s->device, dn_bytes_text(room.missing_bytes, b),
+               dn_bytes_text(room.free_bytes, c));
+    else
+        printf("leaves %s of the %s free on %s: %llu k tokens of bf16 KV or %llu k of fp8\n",
+               dn_bytes_text(room.kv_bytes, b), dn_bytes_text(room.free_bytes, c), s->device,
+               (unsigned long long)(room.kv_bytes / plan.kv_token_bytes[DN_KV_BF16] / 1000),
+               (unsigned long long)(room.kv_bytes / plan.kv_token_bytes[DN_KV_FP8] / 1000));
+}
+
+static void print_text(const struct shown *s)
+{
+    const struct dn_loaded *l = &s->loaded;
     const struct dn_model *m = l->model;
     const struct dn_hyper *h = &m->hyper;
     char a[16], b[16];
@@ -99,28 +145,66 @@ static int print_text(const struct dn_loaded *l, struct dn_err *err)
         printf(" %d %.*s", m->eos_id[i], (int)t.len, t.data);
     }
     printf("\ntemplate   %s\n", m->chat_template ? m->chat_template_from : "none: completions only");
-    for (int i = 0; i < N_SHOWN; i++) {
-        struct dn_plan plan;
-        int format, rc;
-        dn_weights_format_parse(shown_formats[i], &format);
-        if ((rc = plan_of(m, format, &plan, err)) != 0)
-            return rc;
-        if (i == 0)
-            printf("kv         bf16 %s a token, fp8_e4m3 %s a token\n",
-                   dn_bytes_text(plan.kv_token_bytes[DN_KV_BF16], a), dn_bytes_text(plan.kv_token_bytes[DN_KV_FP8], b));
-        uint64_t fixed = plan.weight_bytes + plan.activation_bytes + plan.rope_bytes, memory = memory_bytes();
-        uint64_t left = memory > fixed ? memory - fixed : 0;
-        printf("weights    %-5s %9s  leaves %s of %s: %llu k tokens of bf16 KV or %llu k of fp8\n", shown_formats[i],
-               dn_bytes_text(plan.weight_bytes, a), dn_bytes_text(left, b), dn_bytes_text(memory, (char[16]){0}),
-               (unsigned long long)(left / plan.kv_token_bytes[DN_KV_BF16] / 1000),
-               (unsigned long long)(left / plan.kv_token_bytes[DN_KV_FP8] / 1000));
-    }
-    return 0;
+    printf("kv         bf16 %s a token, fp8_e4m3 %s a token\n", dn_bytes_text(dn_model_kv_bytes(m, false), a),
+           dn_bytes_text(dn_model_kv_bytes(m, true), b));
+    print_device(s);
+    for (int i = 0; i < N_SHOWN; i++)
+        print_format(s, shown_formats[i]);
 }
 
-static int print_json(const struct dn_loaded *l, struct dn_err *err)
+static void json_device(struct dn_json_writer *w, const struct shown *s)
 {
-    const struct dn_model *m = l->model;
+    const struct dn_pool *p = s->loaded.pool;
+    struct dn_pool_room room;
+    dn_pool_room(p, &(struct dn_plan){0}, &room);
+    dn_json_key(w, "device");
+    dn_json_begin_object(w);
+    dn_json_key(w, "name");
+    dn_json_string(w, s->device);
+    dn_json_key(w, "text");
+    dn_json_string(w, p->device_text);
+    dn_json_key(w, "free_bytes");
+    dn_json_write_uint(w, room.free_bytes);
+    dn_json_key(w, "total_bytes");
+    dn_json_write_uint(w, room.total_bytes);
+    dn_json_key(w, "no_gpu");
+    dn_json_string(w, p->no_gpu[0] ? p->no_gpu : NULL);
+    dn_json_end_object(w);
+}
+
+/* null: the device does not take the weights so. */
+static void json_format(struct dn_json_writer *w, const struct shown *s, const char *name)
+{
+    struct dn_plan plan;
+    struct dn_pool_room room;
+    struct dn_err err;
+    int format;
+    dn_weights_format_parse(name, &format);
+    dn_json_key(w, name);
+    if (plan_of(s, format, &plan, &err) != 0) {
+        dn_json_string(w, NULL);
+        return;
+    }
+    dn_pool_room(s->loaded.pool, &plan, &room);
+    const struct {
+        const char *key;
+        uint64_t value;
+    } number[] = {{"weights", plan.weight_bytes},
+                  {"kv_token_bf16", plan.kv_token_bytes[DN_KV_BF16]},
+                  {"kv_token_fp8_e4m3", plan.kv_token_bytes[DN_KV_FP8]},
+                  {"left", room.kv_bytes},
+                  {"missing", room.missing_bytes}};
+    dn_json_begin_object(w);
+    for (size_t i = 0; i < sizeof number / sizeof *number; i++) {
+        dn_json_key(w, number[i].key);
+        dn_json_write_uint(w, number[i].value);
+    }
+    dn_json_end_object(w);
+}
+
+static void print_json(const struct shown *s)
+{
+    const struct dn_model *m = s->loaded.model;
     const struct dn_hyper *h = &m->hyper;
     struct dn_buf b = {0};
     struct dn_json_writer w = dn_json_writer(&b);
@@ -162,47 +246,35 @@ static int print_json(const struct dn_loaded *l, struct dn_err *err)
     }
     dn_json_key(&w, "chat_template");
     dn_json_string(&w, m->chat_template ? m->chat_template_from : NULL);
+    json_device(&w, s);
     dn_json_key(&w, "memory_bytes");
     dn_json_begin_object(&w);
-    int rc = 0;
-    for (int i = 0; i < N_SHOWN && rc == 0; i++) {
-        struct dn_plan plan;
-        int format;
-        dn_weights_format_parse(shown_formats[i], &format);
-        if ((rc = plan_of(m, format, &plan, err)) != 0)
-            break;
-        dn_json_key(&w, shown_formats[i]);
-        dn_json_begin_object(&w);
-        dn_json_key(&w, "weights");
-        dn_json_write_uint(&w, plan.weight_bytes);
-        dn_json_key(&w, "kv_token_bf16");
-        dn_json_write_uint(&w, plan.kv_token_bytes[DN_KV_BF16]);
-        dn_json_key(&w, "kv_token_fp8_e4m3");
-        dn_json_write_uint(&w, plan.kv_token_bytes[DN_KV_FP8]);
-        dn_json_end_object(&w);
-    }
-    if (rc == 0) {
-        dn_json_end_object(&w);
-        dn_json_end_object(&w);
-        puts(dn_buf_str(&b));
-    }
+    for (int i = 0; i < N_SHOWN; i++)
+        json_format(&w, s, shown_formats[i]);
+    dn_json_end_object(&w);
+    dn_json_end_object(&w);
+    puts(dn_buf_str(&b));
     dn_buf_release(&b);
-    return rc;
 }
 
-static int show_model(const char *path, bool json, bool template, struct dn_err *err)
+/* device: NULL shows the template alone. */
+static int show_model(const char *path, bool json, const char *device, struct dn_err *err)
 {
-    struct dn_loaded l;
-    int rc = dn_load_model(path, NULL, &l, err);
+    struct shown s = {0};
+    int rc = dn_load_model(path, NULL, &s.loaded, err);
     if (rc != 0)
         return rc;
-    if (!template)
-        rc = json ? print_json(&l, err) : print_text(&l, err);
-    else if (l.model->chat_template)
-        printf("%s\n", l.model->chat_template);
-    else
+    if (device)
+        rc = open_device(&s, device, err);
+    if (rc == 0 && device && json)
+        print_json(&s);
+    else if (rc == 0 && device)
+        print_text(&s);
+    else if (rc == 0 && s.loaded.model->chat_template)
+        printf("%s\n", s.loaded.model->chat_template);
+    else if (rc == 0)
         rc = dn_err_set(err, DN_TEMPLATE, "%s: has no chat template", path);
-    dn_load_release(&l);
+    dn_load_release(&s.loaded);
     return rc;
 }
 
@@ -230,11 +302,13 @@ static int show_config(const char *file, bool json)
 
 int dn_cmd_show(int argc, char **argv)
 {
-    const char *conf = NULL;
+    const char *conf = NULL, *device = "auto";
     bool json = false, help;
-    const struct dn_flag flag[] = {{"conf", "FILE", "configuration file", &conf, NULL},
-                                   {"json", NULL, "one JSON document", NULL, &json},
-                                   {NULL, NULL, NULL, NULL, NULL}};
+    const struct dn_flag flag[] = {
+        {"conf", "FILE", "configuration file", &conf, NULL},
+        {"device", "NAME", "auto, cpu, cuda or cuda:N [auto: a GPU if there is one]", &device, NULL},
+        {"json", NULL, "one JSON document", NULL, &json},
+        {NULL, NULL, NULL, NULL, NULL}};
     struct dn_args args;
     struct dn_err err = {0};
     if (dn_args_parse(argc, argv, usage, flag, &args, &help, &err) != 0) {
@@ -247,9 +321,9 @@ int dn_cmd_show(int argc, char **argv)
     if (args.n_positional == 1 && strcmp(args.positional[0], "config") == 0)
         return show_config(conf, json);
     if (args.n_positional == 2 && strcmp(args.positional[0], "template") == 0)
-        rc = show_model(args.positional[1], false, true, &err);
+        rc = show_model(args.positional[1], false, NULL, &err);
     else if (args.n_positional == 1)
-        rc = show_model(args.positional[0], json, false, &err);
+        rc = show_model(args.positional[0], json, device, &err);
     else
         dn_err_set(&err, DN_CONFIG, "expected MODEL or config; dunlin show --help");
     if (rc == 0)

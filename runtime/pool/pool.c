@@ -1,6 +1,7 @@
 #include "pool/pool.h"
 
 #include "base/buf.h"
+#include "base/memory.h"
 #include "pool/device.h"
 
 #include <stdio.h>
@@ -132,9 +133,10 @@ static int open_library(struct dn_pool *p, const struct dn_device_choice *choice
     return rc ? rc : open_backend(p, b, choice->index, limits, err);
 }
 
-static int open_device(struct dn_pool *p, struct dn_step_limits *limits, struct dn_err *err)
+static int open_device(struct dn_pool *p, struct dn_err *err)
 {
     struct dn_device_choice choice;
+    struct dn_step_limits *limits = &p->limits;
     int rc = dn_device_parse(p->conf.backend, &choice, err);
     if (rc != 0)
         return rc;
@@ -193,27 +195,71 @@ static int open_runner_within(struct dn_pool *p, const struct dn_step_limits *li
     return rc;
 }
 
-int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
-                 struct dn_err *err)
+int dn_pool_check_context(uint32_t context_tokens, const struct dn_model *model, struct dn_err *err)
+{
+    if (context_tokens <= model->hyper.context_tokens)
+        return 0;
+    return dn_err_set(err, DN_CONFIG, "%s: --ctx %u: the model has a context of %u tokens", model->path,
+                      context_tokens, model->hyper.context_tokens);
+}
+
+int dn_pool_open_device(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
+                        struct dn_err *err)
 {
     struct dn_pool *p = dn_alloc0(1, sizeof *p);
     p->conf = *conf;
     p->conf.name = dn_strdup(conf->name ? conf->name : "main");
     p->conf.backend = dn_strdup(conf->backend ? conf->backend : "auto");
     p->model = model;
-    struct dn_step_limits limits = {0};
-    int rc = open_device(p, &limits, err);
-    if (rc == 0) {
-        struct dn_weights_conf wc = {.format = p->conf.weights,
-                                     .n_threads = p->conf.n_threads,
-                                     .progress = p->conf.progress,
-                                     .progress_ctx = p->conf.progress_ctx};
-        rc = dn_weights_open(p->device, model, &wc, &p->weights, err);
+    int rc = conf->context_is_asked ? dn_pool_check_context(conf->context_tokens, model, err) : 0;
+    if (rc == 0)
+        rc = open_device(p, err);
+    if (rc != 0) {
+        dn_pool_close(p);
+        return rc;
     }
+    *out = p;
+    return 0;
+}
+
+void dn_pool_room(const struct dn_pool *p, const struct dn_plan *plan, struct dn_pool_room *out)
+{
+    struct dn_pool_room r = {0};
+    uint64_t needed = plan->weight_bytes + plan->activation_bytes + plan->rope_bytes;
+    p->device->ops->memory(p->device, &r.free_bytes, &r.total_bytes);
+    bool gpu = r.total_bytes > 0;
+    if (gpu) {
+        needed += gpu_reserve_bytes;
+    } else {
+        struct dn_memory host;
+        dn_memory_read(&host);
+        r.free_bytes = host.free_bytes;
+        r.total_bytes = host.total_bytes;
+        r.is_limited = host.is_limited;
+    }
+    if (r.free_bytes < needed)
+        r.missing_bytes = needed - r.free_bytes;
+    else
+        r.kv_bytes = gpu ? (r.free_bytes - needed) / 10 * 9 : r.free_bytes - needed;
+    *out = r;
+}
+
+int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
+                 struct dn_err *err)
+{
+    struct dn_pool *p;
+    int rc = dn_pool_open_device(conf, model, &p, err);
+    if (rc != 0)
+        return rc;
+    struct dn_weights_conf wc = {.format = p->conf.weights,
+                                 .n_threads = p->conf.n_threads,
+                                 .progress = p->conf.progress,
+                                 .progress_ctx = p->conf.progress_ctx};
+    rc = dn_weights_open(p->device, model, &wc, &p->weights, err);
     if (rc == 0)
-        rc = choose_kv(p, &limits, err);
+        rc = choose_kv(p, &p->limits, err);
     if (rc == 0)
-        rc = open_runner_within(p, &limits, conf->kv_bytes == 0 && p->device_total_bytes > 0, err);
+        rc = open_runner_within(p, &p->limits, conf->kv_bytes == 0 && p->device_total_bytes > 0, err);
     if (rc != 0) {
         dn_pool_close(p);
         return rc;

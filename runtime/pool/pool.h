@@ -25,6 +25,7 @@ struct dn_pool_conf {
     uint32_t step_tokens;    /* most tokens of one step; 0 = 512, on a GPU 2048 */
     uint32_t echo_rows;      /* prompt log-probabilities of one step; 0 = 64 */
     uint32_t context_tokens; /* longest sequence; 0 = the model's, or what the arena holds */
+    bool context_is_asked;   /* by a person: more than the model has is an error then, else it is the model's */
     uint32_t page_tokens;    /* 0 = the backend's, or 16 */
     uint64_t kv_bytes;       /* arena; 0 = room for 4 full contexts in bf16, at most 1 GiB. On a GPU: for max_sequences
                               * of them, at most 9 tenths of what is free beside weights and activations */
@@ -37,6 +38,7 @@ struct dn_pool {
     struct dn_pool_conf conf; /* zeros replaced by what was chosen; strings copied */
     const struct dn_model *model;
     struct dn_device *device;
+    struct dn_step_limits limits; /* of a step on it */
     struct dn_weights *weights;
     struct dn_runner *runner;
     struct dn_pages *pages;
@@ -52,6 +54,22 @@ struct dn_pool {
 int dn_pool_open(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
                  struct dn_err *err);
 void dn_pool_close(struct dn_pool *p);
+
+/* Whether the model has a context that was asked for: DN_CONFIG names both. */
+int dn_pool_check_context(uint32_t context_tokens, const struct dn_model *model, struct dn_err *err);
+
+/* A pool that has its device and nothing else: for `dunlin show`, which asks what would fit. Closed as any other. */
+int dn_pool_open_device(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,
+                        struct dn_err *err);
+
+/* What such a device has now, and what a model's plan would leave of it for a KV arena: of a GPU what dn_pool_open()
+ * would take at most; on the CPU all that is free, and beyond the default of kv_bytes one has to ask for it. */
+struct dn_pool_room {
+    uint64_t free_bytes, total_bytes;
+    uint64_t kv_bytes, missing_bytes; /* one of the two is 0: room, or what is needed and not free */
+    bool is_limited;                  /* total is a container's limit */
+};
+void dn_pool_room(const struct dn_pool *p, const struct dn_plan *plan, struct dn_pool_room *out);
 
 /* Whether decode and prefill are computed in different ways, which differ in their last bits: the backend wants them in
  * steps of their own, or MLA attends in another space. Then steps hold one kind, and pages that decode has filled are

@@ -1,13 +1,15 @@
 """The device of a node: which one the receipt names, and what clients see when it is lost."""
+import json
 import os
 import re
 import time
 
 import pytest
 import serve_lib
-from serve_lib import BINARY, ENV, Node, command, tiny_model
+from serve_lib import BINARY, ENV, Node, command, tiny_model, write
 
 LOST = os.path.join(os.path.dirname(BINARY), "tests", "libbackend_lost.so")
+GPU = os.path.join(os.path.dirname(BINARY), "tests", "libbackend_gpu.so")
 
 
 def test_the_receipt_says_why_there_is_no_gpu(monkeypatch):
@@ -56,3 +58,75 @@ def test_a_lost_device_makes_the_node_not_ready(monkeypatch):
         for _ in range(3): # and none hangs
             again = client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 5}, timeout=10)
             assert again.status_code == 503, again.text
+
+
+# ---- show: the device that serve would take
+
+
+def shown(*flags):
+    """{format: line} of `dunlin show`, with the lines of the device under "device"."""
+    done = command("show", tiny_model(), *flags)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("weights")}
+    lines["device"] = re.search(r"^device .*(\n  .*)?$", done.stdout, re.M).group(0)
+    data = json.loads(command("show", tiny_model(), "--json", *flags).stdout)
+    return lines, data
+
+
+def meminfo(name):
+    with open("/proc/meminfo", encoding="ascii") as f:
+        return int(re.search(rf"^{name}:\s+(\d+) kB", f.read(), re.M).group(1)) * 1024
+
+
+def test_show_answers_for_the_cpu_with_what_is_free():
+    lines, data = shown("--device", "cpu")
+    assert "free on cpu" in lines["auto"] and "no GPU" not in lines["device"], lines
+    device, auto = data["device"], data["memory_bytes"]["auto"]
+    assert device["name"] == "cpu" and device["no_gpu"] is None
+    assert device["free_bytes"] <= meminfo("MemAvailable") + (2 << 30) and device["total_bytes"] <= meminfo("MemTotal")
+    assert 0 < auto["left"] <= device["free_bytes"] + (1 << 30) - auto["weights"] and auto["missing"] == 0
+
+
+@pytest.mark.skipif(not os.path.exists(GPU), reason="no library that passes for a GPU's beside the program")
+def test_show_answers_for_the_gpu(monkeypatch):
+    monkeypatch.setitem(ENV, "ASAN_OPTIONS", ENV.get("ASAN_OPTIONS", "") + ":detect_odr_violation=0")
+    monkeypatch.setitem(ENV, "DN_CUDA_LIBRARY", GPU)
+    monkeypatch.setitem(ENV, "DN_TEST_MEMORY", f"{70 << 30} {80 << 30}")
+    for flags, index in (((), 0), (("--device", "cuda"), 0), (("--device", "cuda:3"), 3)):
+        lines, data = shown(*flags)
+        assert f"cuda:{index}" in lines["device"] and "70.0 GiB free of 80.0 GiB" in lines["device"], lines
+        assert f"free on cuda:{index}" in lines["auto"] and f"not on cuda:{index}" in lines["int8"], lines
+        assert data["device"]["name"] == f"cuda:{index}" and data["device"]["free_bytes"] == 70 << 30
+        assert data["memory_bytes"]["int8"] is None
+        left = data["memory_bytes"]["bf16"]["left"]
+        assert 61 << 30 < left < (69 << 30) * 9 // 10, left # a tenth and a GiB are kept for the backend's workspace
+    monkeypatch.setitem(ENV, "DN_TEST_MEMORY", f"{1 << 20} {80 << 30}")
+    lines, data = shown()
+    assert re.search(r"too much for cuda:0: .* more than the 1\.0 MiB that are free", lines["bf16"]), lines
+    assert data["memory_bytes"]["bf16"]["left"] == 0 < data["memory_bytes"]["bf16"]["missing"]
+    lines, data = shown("--device", "cpu")
+    assert data["device"]["name"] == "cpu" and data["memory_bytes"]["int8"]["weights"] > 0
+
+
+@pytest.mark.skipif(not os.path.exists(GPU), reason="no library that passes for a GPU's beside the program")
+def test_show_says_that_there_is_no_gpu_and_answers_for_the_cpu(monkeypatch):
+    monkeypatch.setitem(ENV, "ASAN_OPTIONS", ENV.get("ASAN_OPTIONS", "") + ":detect_odr_violation=0")
+    monkeypatch.setitem(ENV, "DN_CUDA_LIBRARY", GPU)
+    monkeypatch.setitem(ENV, "DN_TEST_NO_GPU", "1")
+    lines, data = shown()
+    assert "no GPU: CUDA: no device is there" in lines["device"] and "free on cpu" in lines["auto"], lines
+    assert data["device"]["name"] == "cpu" and data["device"]["no_gpu"] == "CUDA: no device is there"
+    done = command("show", tiny_model(), "--device", "cuda")
+    assert done.returncode == 1 and "no device is there" in done.stderr and done.stdout == "", done
+    assert command("show", tiny_model(), "--device", "tpu").returncode == 2
+
+
+def test_a_context_that_the_model_does_not_have_is_refused():
+    for args in (("serve", tiny_model(), "--check"), ("serve", tiny_model(), "--listen", "127.0.0.1:0"),
+                 ("generate", tiny_model(), "x"), ("chat", tiny_model(), "-p", "x")):
+        done = command(*args, "--ctx", "4097", timeout=20)
+        assert done.returncode == 2 and "--ctx 4097: the model has a context of 4096 tokens" in done.stderr, done
+    path = write("long.lua", f'return {{ models = {{ a = {{ path = "{tiny_model()}", context = 9999 }} }} }}')
+    done = command("serve", "--conf", path, "--check")
+    assert done.returncode == 2 and "9999: the model has a context of 4096 tokens" in done.stderr, done
+    assert command("serve", tiny_model(), "--check", "--ctx", "4096").returncode == 0

@@ -1,5 +1,6 @@
-# One that loses its device, for tests of the pool and the node, and one whose page tables go wrong.
-foreach(backend lost fault)
+# One that loses its device, for tests of the pool and the node, one whose page tables go wrong, and one that passes for a
+# GPU's.
+foreach(backend lost fault gpu)
   add_library(backend_${backend} SHARED ${CMAKE_SOURCE_DIR}/tests/fixtures/backend_${backend}.c)
   target_link_libraries(backend_${backend} PRIVATE dn_kernels)
   set_target_properties(backend_${backend} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)

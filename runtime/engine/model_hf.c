@@ -490,9 +490,35 @@ static int open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, s
     }
     if (m->tokenizer_json != NULL)
         return dn_tokenizer_open_json(out, m->tokenizer_json, m->tokenizer_config, err);
+    if (m->tokenizer_tiktoken != NULL && m->tokenizer_config == NULL)
+        return dn_err_set(err, DN_MODEL_FILE,
+                          "%s: tokenizer_config.json is missing, which names the control tokens of tiktoken.model",
+                          m->path);
     if (m->tokenizer_tiktoken != NULL)
         return dn_tokenizer_open_tiktoken(out, m->tokenizer_tiktoken, m->tokenizer_config, "kimi-k2", err);
     return dn_err_set(err, DN_MODEL_FILE, "%s: neither tokenizer.json nor tiktoken.model is there", m->path);
+}
+
+/* What ends a text must be a token that only the model writes: a prompt's "<|im_end|>" is text, and an id that has no
+ * token ends nothing that a template says. Otherwise the files are not of one model, and answers are nonsense. */
+static int check_end_ids(const struct dn_model *m, const struct dn_tokenizer *t, struct dn_err *err)
+{
+    for (size_t i = 0; i < m->n_eos; i++) {
+        int32_t id = m->eos_id[i];
+        struct dn_tok_str s = dn_tokenizer_piece(t, id);
+        if (!dn_tokenizer_has_token(t, id))
+            return dn_err_set(err, DN_MODEL_FILE,
+                              "%s: end-of-text id %" PRId32 " has no token: the tokenizer is not this model's, or a "
+                              "file of it is missing",
+                              m->path, id);
+        if (!dn_tokenizer_is_added(t, id))
+            return dn_err_set(err, DN_MODEL_FILE,
+                              "%s: end-of-text id %" PRId32 " is plain text to the tokenizer, \"%.*s\", expected %s",
+                              m->path, id, (int)(s.len < 40 ? s.len : 40), s.data,
+                              m->source == DN_MODEL_GGUF ? "a control token in tokenizer.ggml.token_type"
+                                                         : "one of its added tokens");
+    }
+    return 0;
 }
 
 int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out, struct dn_err *err)
@@ -509,6 +535,11 @@ int dn_model_open_tokenizer(const struct dn_model *m, struct dn_tokenizer **out,
                           "%s: the tokenizer has ids up to %" PRId32 ", but the embedding table has only %" PRIu32
                           " rows",
                           m->path, n - 1, m->hyper.n_vocab);
+    }
+    code = check_end_ids(m, t, err);
+    if (code != 0) {
+        dn_tokenizer_close(t);
+        return code;
     }
     *out = t;
     return 0;

@@ -49,9 +49,13 @@ int dn_tok_build_added(struct dn_tokenizer *t, int64_t id, const char *text, siz
     if (id >= 0 && (size_t)id < t->n_vocab && t->piece[id].flags & DN_PIECE_PRESENT) {
         /* Also part of the vocabulary proper. BPE may need it for its merges, so the map keeps it. */
         struct dn_tok_piece *p = &t->piece[id];
-        p->flags |= flags;
         if (n > DN_TOK_MAX_PIECE)
             return dn_err_set(err, DN_MODEL_FILE, "added token %lld: %zu bytes long", (long long)id, n);
+        if (!dn_tok_build_is(t, (size_t)id, text, n))
+            return dn_err_set(err, DN_MODEL_FILE, "added token %lld is \"%.*s\", but the vocabulary has \"%.*s\" there",
+                              (long long)id, (int)(n < 40 ? n : 40), text, (int)(p->len < 40 ? p->len : 40),
+                              t->blob.data + p->offset);
+        p->flags |= flags;
         if (p->len != n || memcmp(t->blob.data + p->offset, text, n) != 0) {
             p->offset = (uint32_t)t->blob.len; /* an added token is literal text, not byte-mapped */
             p->len = (uint32_t)n;

@@ -463,6 +463,26 @@ int dn_tok_build_vocab(struct dn_tokenizer *t, int64_t id, const char *data, siz
     return rc;
 }
 
+bool dn_tok_build_is(const struct dn_tokenizer *t, size_t id, const char *data, size_t n)
+{
+    const struct dn_tok_piece *p = &t->piece[id];
+    const char *piece = t->blob.data + p->offset;
+    struct dn_buf raw = {0};
+    bool is = p->len == n && memcmp(piece, data, n) == 0;
+    if (!is && t->is_spm) {
+        int byte = fallback_byte(data, n);
+        if (byte >= 0)
+            dn_buf_putc(&raw, (char)byte);
+        else
+            dn_tok_spm_space(data, n, &raw);
+        is = raw.len == p->len && memcmp(raw.data, piece, raw.len) == 0;
+    } else if (!is && dn_tok_unmap_bytes(data, n, &raw)) {
+        is = raw.len == p->len && memcmp(raw.data, piece, raw.len) == 0;
+    }
+    dn_buf_release(&raw);
+    return is;
+}
+
 int dn_tok_build_merge_text(struct dn_tokenizer *t, const char *left, size_t n_left, const char *right, size_t n_right,
                             struct dn_err *err)
 {

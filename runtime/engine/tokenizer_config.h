@@ -14,7 +14,7 @@ json_t *dn_tok_json_load(const char *text, size_t n, bool is_config, struct dn_e
 int dn_tok_config_added(struct dn_tokenizer *t, int64_t id, const json_t *entry, struct dn_err *err);
 
 /* Applies a tokenizer_config.json: bos_token, eos_token, pad_token, unk_token, add_bos_token, and with `with_added`
- * the added_tokens_decoder. */
+ * the added_tokens_decoder, which must be there; without, that must agree with the tokens that are there. */
 int dn_tok_config_apply(struct dn_tokenizer *t, const char *text, size_t n, bool with_added, struct dn_err *err);
 
 #endif

@@ -125,6 +125,8 @@ int dn_tok_build_set(struct dn_tokenizer *t, int64_t id, const char *data, size_
                      struct dn_err *err);
 /* As set, but data is the vocabulary file's spelling (byte-mapped, or SentencePiece's). */
 int dn_tok_build_vocab(struct dn_tokenizer *t, int64_t id, const char *data, size_t n, struct dn_err *err);
+/* Whether the token that is there has the text `data` in the vocabulary's spelling, or literally. */
+bool dn_tok_build_is(const struct dn_tokenizer *t, size_t id, const char *data, size_t n);
 /* left and right in the file's spelling; both and their concatenation must be in the vocabulary. */
 int dn_tok_build_merge_text(struct dn_tokenizer *t, const char *left, size_t n_left, const char *right, size_t n_right,
                             struct dn_err *err);

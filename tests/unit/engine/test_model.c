@@ -53,30 +53,130 @@ Test(model, a_checkpoint_folder_is_described)
     tiny_remove(folder);
 }
 
-/* What a client's text becomes is looked up in the embedding table. */
-Test(model, a_tokenizer_with_ids_beyond_the_embedding_is_refused)
+/* A tokenizer of "a" and "b", the ids that end a text (2 and 5), and what a test adds. */
+#define TOKENIZER(vocab, added)                                                                                        \
+    "{\"pre_tokenizer\":{\"type\":\"ByteLevel\"},\"decoder\":{\"type\":\"ByteLevel\"},\"added_tokens\":[" added        \
+    "],\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":1" vocab "},\"merges\":[]}}"
+#define END2       "{\"id\":2,\"content\":\"<end>\",\"special\":true}"
+#define END5       "{\"id\":5,\"content\":\"<turn>\",\"special\":true}"
+#define BOTH_ENDS  END2 "," END5
+#define CONFIG(in) "{\"added_tokens_decoder\":{" in "}}"
+
+static void put_text(const char *folder, const char *name, const char *text)
+{
+    struct dn_buf b = {0};
+    dn_buf_puts(&b, text);
+    tiny_file(folder, name, &b);
+    dn_buf_release(&b);
+}
+
+/* Opens the tokenizer of a checkpoint; text: what the error ends with, NULL for none. config may be NULL. */
+static void open_tokenizer(const char *name, const char *tokenizer, const char *config, const char *text)
 {
     const char *folder = tiny_checkpoint(&TINY_KIND[1], 1, DN_TT_BF16, "");
     struct dn_model *m;
     struct dn_tokenizer *t = NULL;
     struct dn_err err = {0};
-    for (int id = 255; id <= 256; id++) {
-        struct dn_buf b = {0};
-        dn_buf_printf(&b,
-                      "{\"pre_tokenizer\":{\"type\":\"ByteLevel\"},\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{"
-                      "\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\":%d},\"merges\":[]}}",
-                      id);
-        tiny_file(folder, "tokenizer.json", &b);
-        dn_buf_release(&b);
-        cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
-        int rc = dn_model_open_tokenizer(m, &t, &err);
-        cr_assert_eq(rc, id < 256 ? 0 : -DN_MODEL_FILE, "%s", err.text);
-        if (rc == 0)
-            dn_tokenizer_close(t);
-        dn_model_close(m);
+    put_text(folder, name, tokenizer);
+    if (config)
+        put_text(folder, "tokenizer_config.json", config);
+    cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+    int rc = dn_model_open_tokenizer(m, &t, &err);
+    cr_expect_eq(rc, text ? -DN_MODEL_FILE : 0, "%d, \"%s\", expected \"%s\"", rc, err.text, text ? text : "");
+    if (text) {
+        size_t n = strlen(err.text), k = strlen(text);
+        cr_expect(n >= k && strcmp(err.text + n - k, text) == 0, "\"%s\", expected \"%s\"", err.text, text);
+        cr_expect_eq(strncmp(err.text, folder, strlen(folder)), 0, "\"%s\" begins with the path", err.text);
     }
-    cr_assert(strstr(err.text, "ids up to 256, but the embedding table has only 256 rows"), "%s", err.text);
+    if (rc == 0)
+        dn_tokenizer_close(t);
+    dn_model_close(m);
     tiny_remove(folder);
+}
+
+/* What a client's text becomes is looked up in the embedding table. */
+Test(model, a_tokenizer_with_ids_beyond_the_embedding_is_refused)
+{
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"c\":255", BOTH_ENDS), NULL, NULL);
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"c\":256", BOTH_ENDS), NULL,
+                   ": the tokenizer has ids up to 256, but the embedding table has only 256 rows");
+    open_tokenizer("tokenizer.json", TOKENIZER("", BOTH_ENDS ",{\"id\":256,\"content\":\"<x>\"}"), NULL,
+                   ": the tokenizer has ids up to 256, but the embedding table has only 256 rows");
+}
+
+/* Else control tokens are text, a turn never ends, and the model talks nonsense. */
+Test(model, what_ends_a_text_must_be_a_token_of_its_own)
+{
+    open_tokenizer("tokenizer.json", TOKENIZER("", END2), NULL,
+                   ": end-of-text id 5 has no token: the tokenizer is not this model's, or a file of it is missing");
+    open_tokenizer("tokenizer.json", TOKENIZER("", ""), NULL,
+                   ": end-of-text id 2 has no token: the tokenizer is not this model's, or a file of it is missing");
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"<turn>\":5", END2), NULL,
+                   ": end-of-text id 5 is plain text to the tokenizer, \"<turn>\", expected one of its added tokens");
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"<turn>\":5", BOTH_ENDS), NULL, NULL);
+}
+
+Test(model, files_of_a_tokenizer_must_agree)
+{
+    static const char *const config[][2] = {
+        {CONFIG("\"2\":{\"content\":\"<end>\"},\"5\":{\"content\":\"<turn>\"}"), NULL},
+        {CONFIG("\"2\":{\"content\":\"<END>\"}"), "token 2 is \"<END>\", but in tokenizer.json \"<end>\""},
+        {CONFIG("\"7\":{\"content\":\"<tool>\"}"),
+         "token 7 is \"<tool>\", which tokenizer.json has not among its added_tokens"},
+        {CONFIG("\"1\":{\"content\":\"b\"}"), "token 1 is \"b\", which tokenizer.json has not among its added_tokens"},
+        {CONFIG("\"99999999999\":{\"content\":\"b\"}"),
+         "token 99999999999 is \"b\", which tokenizer.json has not among its added_tokens"},
+        {CONFIG("\"2\":{}"), "added token 2: content is missing"},
+        {"{\"eos_token\":\"<|im_end|>\"}", "eos_token \"<|im_end|>\" is not in the vocabulary"},
+        {"{\"bos_token\":{\"content\":\"<s>\"}}", "bos_token \"<s>\" is not in the vocabulary"},
+        {"{\"eos_token\":\"<turn>\",\"bos_token\":null,\"pad_token\":\"<pad>\"}", NULL}};
+    for (size_t i = 0; i < sizeof config / sizeof *config; i++)
+        open_tokenizer("tokenizer.json", TOKENIZER("", BOTH_ENDS), config[i][0], config[i][1]);
+    open_tokenizer("tokenizer.json", TOKENIZER("", BOTH_ENDS ",{\"id\":0,\"content\":\"<x>\"}"), NULL,
+                   "added token 0 is \"<x>\", but the vocabulary has \"a\" there");
+    open_tokenizer("tokenizer.json", TOKENIZER("", BOTH_ENDS ",{\"id\":5,\"content\":\"<x>\"}"), NULL,
+                   "added token 5 is \"<x>\", but the vocabulary has \"<turn>\" there");
+    open_tokenizer("tokenizer.json", TOKENIZER("", BOTH_ENDS ",{\"id\":6,\"content\":\"<turn>\"}"), NULL,
+                   "added token 6 is \"<turn>\", and so is 5");
+    /* In the vocabulary's own spelling: 0xC4 0xA0 is a blank. */
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"\u0120\":3", BOTH_ENDS ",{\"id\":3,\"content\":\" \"}"), NULL, NULL);
+}
+
+/* tiktoken.model holds no control tokens at all. */
+Test(model, tiktoken_needs_the_config_with_its_control_tokens)
+{
+    static const char digit[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    struct dn_buf ranks = {0};
+    for (int b = 0; b < 256; b++)
+        dn_buf_printf(&ranks, "%c%c== %d\n", digit[b >> 2], digit[(b & 3) << 4], b);
+    open_tokenizer("tiktoken.model", dn_buf_str(&ranks), NULL,
+                   ": tokenizer_config.json is missing, which names the control tokens of tiktoken.model");
+    open_tokenizer("tiktoken.model", dn_buf_str(&ranks), "{\"model_max_length\":100}",
+                   "added_tokens_decoder is missing: control tokens would be plain text");
+    open_tokenizer("tiktoken.model", dn_buf_str(&ranks), CONFIG(""),
+                   ": end-of-text id 2 is plain text to the tokenizer, \"?\", expected one of its added tokens");
+    open_tokenizer("tiktoken.model", dn_buf_str(&ranks), CONFIG("\"256\":{\"content\":\"[EOS]\"}"),
+                   ": the tokenizer has ids up to 256, but the embedding table has only 256 rows");
+    dn_buf_release(&ranks);
+}
+
+/* Of generation_config.json, too. */
+Test(model, ids_that_end_a_text_are_within_the_vocabulary)
+{
+    static const char *const text[][2] = {
+        {"{\"eos_token_id\":[2,256]}", ": end-of-text id 256 outside the vocabulary of 256"},
+        {"{\"eos_token_id\":-1}", "generation_config.json: \"eos_token_id\""},
+        {"{\"eos_token_id\":\"x\"}", "generation_config.json: \"eos_token_id\""},
+        {"{\"eos_token_id\":2097153}", "generation_config.json: \"eos_token_id\""}};
+    for (size_t i = 0; i < sizeof text / sizeof *text; i++) {
+        const char *folder = tiny_checkpoint(&TINY_KIND[1], 1, DN_TT_BF16, "");
+        struct dn_model *m = NULL;
+        struct dn_err err = {0};
+        put_text(folder, "generation_config.json", text[i][0]);
+        cr_expect_eq(dn_model_open(folder, &m, &err), -DN_MODEL_FILE);
+        cr_expect(strstr(err.text, text[i][1]) != NULL, "\"%s\", expected \"%s\" in it", err.text, text[i][1]);
+        tiny_remove(folder);
+    }
 }
 
 /* The golden numbers of Llama 3.1's scaling for head 64, theta 500000, factor 8, 1..4, 8192 by transformers' own

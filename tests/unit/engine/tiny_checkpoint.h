@@ -184,10 +184,11 @@ static inline const char *tiny_checkpoint(const struct tiny_kind *k, unsigned n_
 
 static inline void tiny_remove(const char *folder)
 {
-    static const char *const file[] = {
-        "config.json",           "generation_config.json", "model.safetensors",
-        "model-0.safetensors",   "model-1.safetensors",    "model.safetensors.index.json",
-        "tokenizer_config.json", "chat_template.jinja",    "tokenizer.json"};
+    static const char *const file[] = {"config.json",           "generation_config.json",
+                                       "model.safetensors",     "model-0.safetensors",
+                                       "model-1.safetensors",   "model.safetensors.index.json",
+                                       "tokenizer_config.json", "chat_template.jinja",
+                                       "tokenizer.json",        "tiktoken.model"};
     char path[512];
     for (size_t i = 0; i < sizeof file / sizeof *file; i++) {
         snprintf(path, sizeof path, "%s/%s", folder, file[i]);

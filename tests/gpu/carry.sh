@@ -3,7 +3,11 @@
 # packages:
 #     tests/gpu/carry.sh BUILD_DIR FOLDER [PYTHON]     PYTHON 3.x: wheels of the clients for the Python there, e.g. 3.12
 #     FOLDER/run.sh [PARTS...]                         there: see run.sh
+#     tests/gpu/carry.sh BUILD_DIR FOLDER --model FILE.gguf
+#     FOLDER/part2/run.sh model                        there
 # Shared libraries travel along, except the C library and CUDA's own. About 50 MB, half of it the trained miniatures.
+# --model: SmolLM2 and what measures it, in two folders of half the size each, part1 and part2, for machines that take
+# only so much at a time; they must end up beside each other.
 set -euo pipefail
 
 build=$(cd "$1" && pwd)
@@ -11,22 +15,43 @@ source=$(cd "$(dirname "$0")/../.." && pwd)
 data=${DN_SHARED_DATA:-$source/../shared/data}
 mkdir -p "$2" && out=$(cd "$2" && pwd)
 python=${3:-}
-rm -rf "${out:?}"/{pack,bin,lib,site,source,data,wheels,paths,programs.tar.gz}
-mkdir -p "$out"/pack/{bin/tests,lib} "$out"/source/tests "$out"/data/mini
+rm -rf "${out:?}"/{pack,bin,lib,site,source,data,wheels,paths,programs.tar.gz,part1,part2}
 
-# Programs and libraries: stripped and packed, since much of the CUDA backend is alike.
-cp "$build"/dunlin "$build"/libdunlin-cuda.so "$out/pack/bin/"
-cp "$build"/tests/gpu_test_* "$build"/tests/engine_test_{kimi,forward_kimi} "$build"/tests/sched_test_{sched,split,faults} \
-  "$build"/tests/libbackend_{lost,fault}.so "$out/pack/bin/tests/"
-find "$out/pack/bin" -type f -exec strip --strip-debug {} +
-for program in "$out"/pack/bin/dunlin "$out"/pack/bin/tests/*_test_*; do
-  ldd "$program" | sed -n 's/.*=> \(\/[^ ]*\).*/\1/p'
-done | sort -u | grep -v -E '/(libc|libm|libpthread|libdl|librt|libcublas[^/]*|libcuda[^/]*)\.so' |
-  while read -r library; do cp -L "$library" "$out/pack/lib/"; done
-chmod -R u+w "$out/pack"
-strip --strip-debug "$out"/pack/lib/*
-tar -C "$out/pack" -czf "$out/programs.tar.gz" bin lib
-rm -rf "$out/pack"
+# programs FOLDER TEST_PROGRAMS...: into FOLDER/programs.tar.gz, stripped; much of the CUDA backend is alike.
+programs() {
+  local to=$1 pack=$1/pack program library
+  shift
+  mkdir -p "$pack"/{bin/tests,lib}
+  cp "$build"/dunlin "$build"/libdunlin-cuda.so "$pack/bin/"
+  for program in "$@"; do cp "$build/tests/$program" "$pack/bin/tests/"; done
+  find "$pack/bin" -type f -exec strip --strip-debug {} +
+  find "$pack/bin" -type f ! -name 'lib*' -exec ldd {} + | sed -n 's/.*=> \(\/[^ ]*\).*/\1/p' | sort -u |
+    grep -v -E '/(libc|libm|libpthread|libdl|librt|libcublas[^/]*|libcuda[^/]*)\.so' |
+    while read -r library; do cp -L "$library" "$pack/lib/"; done
+  chmod -R u+w "$pack"
+  strip --strip-debug "$pack"/lib/*
+  tar -C "$pack" -czf "$to/programs.tar.gz" bin lib
+  rm -rf "$pack"
+}
+
+if [ "$python" = --model ]; then
+  file=${4:?--model FILE.gguf}
+  mkdir -p "$out"/part1 "$out"/part2/source/tests/fixtures
+  programs "$out/part2" logits
+  cp "$source"/tests/fixtures/{greedy,smollm2_reference}.json "$out/part2/source/tests/fixtures/"
+  cp "$source/tests/gpu/run.sh" "$out/part2/"
+  chmod +x "$out/part2/run.sh"
+  sha256sum < "$file" > "$out/part2/model.sha256"
+  first=$((($(stat -L -c %s "$file") + $(du -sb "$out/part2" | cut -f 1)) / 2))
+  head -c "$first" "$file" > "$out/part1/model.1"
+  tail -c "+$((first + 1))" "$file" > "$out/part2/model.2"
+  du -sh "$out/part1" "$out/part2"
+  exit
+fi
+
+mkdir -p "$out"/source/tests "$out"/data/mini
+mapfile -t gpu_tests < <(cd "$build/tests" && ls -d gpu_test_*)
+programs "$out" "${gpu_tests[@]}" engine_test_{kimi,forward_kimi} sched_test_{sched,split,faults} libbackend_{lost,fault}.so logits
 
 cp -r "$source/tests/clients" "$source/tests/fixtures" "$out/source/tests/"
 rm -rf "$out"/source/tests/clients/{__pycache__,http_*}

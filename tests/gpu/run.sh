@@ -1,19 +1,22 @@
 #!/bin/bash
 # Runs what carry.sh packed, on a machine with a GPU:
-#     FOLDER/run.sh [kernels] [engine] [clients] [sanitize] [bench]      the first three if none is named
+#     FOLDER/run.sh [kernels] [engine] [clients] [logits] [sanitize] [bench] [model]      the first four if none is named
 #   kernels   each operation against float64, and faults: all programs at once
 #   engine    Kimi's graph and miniatures on the GPU, the scheduler
 #   clients   real clients against `dunlin serve` on the GPU (needs the Python that the wheels are for); DN_CLIENTS: which
+#   logits    the miniatures in every format against transformers, as a table; CSV lies with the logs
 #   sanitize  memcheck, racecheck and initcheck of the kernels' tests, each as far as its time goes
-#   bench     the kernels' timings, one after the other
-# Every program has a time limit, and each of [kernels engine clients] and sanitize one in all, so that machines that
-# are lent by the minute do not run on. Ends with one table; logs in $DN_LOGS (default /tmp/dunlin-gpu, and a copy as
-# $OUT/gpu-logs.tgz). Exit status: how many failed. Without a GPU what needs one is skipped, and the table says so.
+#   bench     `dunlin bench` (kernels; decode and prefill of the first layers of Kimi K2, made up), then the timings
+#             of the kernels' tests, one after the other; CSV lies with the logs
+#   model     of carry.sh --model alone: SmolLM2's logits against transformers, a question, `dunlin bench decode`
+# Every program has a time limit, and each of [kernels engine clients logits], sanitize, bench and model one in all, so
+# that machines that are lent by the minute do not run on. Ends with one table; logs in $DN_LOGS (default
+# /tmp/dunlin-gpu, and a copy as $OUT/gpu-logs.tgz). Exit status: how many failed. Without a GPU what needs one is skipped, and the table says so.
 cd "$(dirname "$0")" || exit 1
 here=$PWD
 logs=${DN_LOGS:-/tmp/dunlin-gpu}
 rm -rf "$logs" && mkdir -p "$logs" || exit 1
-[ $# -gt 0 ] || set -- kernels engine clients
+[ $# -gt 0 ] || set -- kernels engine clients logits
 cores=$(nproc)
 
 [ -d bin ] || tar xzf programs.tar.gz || exit 1
@@ -148,29 +151,85 @@ sanitize() {
   unset DN_GPU_SMALL
 }
 
+logits() {
+  local name
+  if [ -z "$gpu" ]; then
+    echo "skip|logits|0|no GPU" >> "$logs/table"
+    return
+  fi
+  width=2
+  for name in mini-kimi mini-kimi-int4; do
+    start "logits.$name" 50 bin/tests/logits $name --device cuda --csv "$logs/logits.$name.csv"
+  done
+  wait
+  cat "$logs"/logits.*.log
+}
+
+# steps NAME LIMIT decode|prefill LAYERS OPTIONS...: steps of Kimi K2's first layers.
+steps() {
+  local name=$1 limit=$2 what=$3 layers=$4
+  shift 4
+  start "bench.$name" "$limit" bin/dunlin bench "$what" --synthetic data/kimi.config.json --layers "$layers" --device cuda \
+    --csv "$logs/$name.csv" "$@"
+}
+
+# What matters most comes first. On 139 GiB: 8 layers in INT4 are 74 GB, 4 in BF16 107, 6 in FP8 91; the rest is for
+# 64 contexts of 32k in both formats.
 bench() {
   width=1
-  for t in bin/tests/gpu_test_*; do start "bench.${t##*gpu_test_}" 30 "$t" --jobs 1 --filter "*/@(bench*|times)" --timeout 30; done
-  [ -n "$gpu" ] && start bench.kernels 30 bin/dunlin bench kernels --device cuda --batch 64 --csv "$logs/kernels.csv"
-  if [ -n "$gpu" ] && [ -f data/kimi.config.json ]; then # 8 of its layers are 74 GB
-    start bench.decode 60 bin/dunlin bench decode --synthetic data/kimi.config.json --layers 8 --device cuda --batch 1,16,64 --context 8k \
-      --kv bf16,fp8,mixed --integrity off,tag --ms 100 --csv "$logs/decode.csv"
+  if [ -n "$gpu" ]; then
+    start bench.kernels 30 bin/dunlin bench kernels --device cuda --batch 64 --csv "$logs/kernels.csv"
+    if [ -f data/kimi.config.json ]; then
+      steps int4 45 decode 8 --weights int4 --batch 1,16,64 --context 8k,1k,32k --kv bf16,fp8,mixed --integrity off,tag \
+        --rounds 3 --ms 50
+      steps fp8 25 decode 6 --weights fp8 --batch 1,16,64 --context 8k,1k,32k --kv bf16,fp8 --rounds 3 --ms 40
+      steps bf16 25 decode 4 --weights bf16 --batch 1,16,64 --context 8k,1k,32k --kv bf16,fp8 --rounds 3 --ms 40
+      steps prefill 25 prefill 8 --weights int4 --context 1k,8k,32k --kv bf16,fp8 --rounds 1 --ms 1
+    fi
   fi
+  for t in bin/tests/gpu_test_*; do start "bench.${t##*gpu_test_}" 30 "$t" --jobs 1 --filter "*/@(bench*|times)" --timeout 30; done
   wait
+  for t in "$logs"/bench.{kernels,int4,fp8,bf16,prefill}.log; do [ ! -f "$t" ] || grep -v '[0-9]% ' "$t"; done
   grep -h BENCH "$logs"/bench.*.log
-  grep -h -v '% ' "$logs"/bench.kernels.log "$logs"/bench.decode.log 2>/dev/null
+}
+
+# The two parts of carry.sh --model.
+model() {
+  local file=$here/data/model.gguf
+  mkdir -p data
+  if [ ! -f "$file" ]; then
+    if [ ! -f ../part1/model.1 ] || [ ! -f model.2 ]; then
+      echo "FAILED|model|0|expected $here/model.2 and $(dirname "$here")/part1/model.1" >> "$logs/table"
+      return
+    fi
+    cat ../part1/model.1 model.2 > "$file"
+  fi
+  if [ "$(sha256sum < "$file")" != "$(cat model.sha256)" ]; then
+    echo "FAILED|model|0|$file is not the file that was packed" >> "$logs/table"
+    return
+  fi
+  width=1
+  export DN_TEST_MODEL=$file
+  start model.question 20 bin/dunlin chat "$file" -p "What is the capital of France?" --temperature 0 --device cuda --max-tokens 40 \
+    --verbose --quiet
+  start model.logits 80 bin/tests/logits smollm2 --device cuda --csv "$logs/model.logits.csv"
+  start model.decode 50 bin/dunlin bench decode "$file" --weights auto,bf16,fp8 --device cuda --batch 1,16,64 --context 1k,8k \
+    --kv bf16,fp8,mixed --integrity off,tag --rounds 3 --ms 30 --csv "$logs/model.decode.csv"
+  wait
+  for t in question logits decode; do grep -v '[0-9]% ' "$logs/model.$t.log"; done
+  grep -q Paris "$logs/model.question.log" || echo "FAILED|model.answer|0|the answer does not name Paris" >> "$logs/table"
 }
 
 lasts() { # SECONDS PARTS...: parts with one limit in all
   deadline=$((SECONDS + $1))
   shift
   for part in "$@"; do
-    case $part in kernels | engine | clients | sanitize | bench) $part ;; *) echo "no part \"$part\"" >&2 ;; esac
+    case $part in kernels | engine | clients | logits | sanitize | bench | model) $part ;; *) echo "no part \"$part\"" >&2 ;; esac
   done
 }
 
 tests=() others=()
-for part in "$@"; do case $part in sanitize | bench) others+=("$part") ;; *) tests+=("$part") ;; esac; done
+for part in "$@"; do case $part in sanitize | bench | model) others+=("$part") ;; *) tests+=("$part") ;; esac; done
 [ ${#tests[@]} = 0 ] || lasts "${DN_TESTS_LIMIT:-225}" "${tests[@]}"
 for part in "${others[@]}"; do lasts "${DN_OTHERS_LIMIT:-165}" "$part"; done
 
@@ -180,7 +239,7 @@ while IFS='|' read -r state name _; do
   case $state in
   FAILED | TIME)
     echo "---- $name"
-    grep -E "FAIL|Crash|CRASH|^E  |rror:|wrong|^=========|assert|WARNING" "$logs/$name.log" | grep -v "SUMMARY: 0" | cut -c 1-220 | head -n 25
+    grep -s -E "^(dunlin|logits): |FAIL|Crash|CRASH|^E  |rror:|wrong|^=========|assert|WARNING" "$logs/$name.log" | grep -v "SUMMARY: 0" | cut -c 1-220 | head -n 25
     ;;
   esac
 done < "$logs/table"

@@ -2,6 +2,7 @@
 
 #include "base/buf.h"
 #include "engine/gguf.h"
+#include "engine/mapfile.h"
 #include "engine/model_impl.h"
 #include "engine/safetensors.h"
 #include "engine/synthetic.h"
@@ -13,6 +14,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+enum { MAX_INDEX_BYTES = 100000000 };
+
 int dn_model_add_eos(struct dn_model *m, int64_t id, struct dn_err *err)
 {
     for (size_t i = 0; i < m->n_eos; i++)
@@ -23,6 +26,15 @@ int dn_model_add_eos(struct dn_model *m, int64_t id, struct dn_err *err)
                           DN_MODEL_MAX_EOS);
     m->eos_id[m->n_eos++] = (int32_t)id; /* within the vocabulary: check_ids() */
     return 0;
+}
+
+void dn_model_add_note(struct dn_model *m, const char *text)
+{
+    struct dn_buf b = {0};
+    dn_buf_printf(&b, "%s%s%s", m->note ? m->note : "", m->note ? "; " : "", text);
+    free(m->note);
+    m->note = dn_strdup(dn_buf_str(&b));
+    dn_buf_release(&b);
 }
 
 int dn_model_take_template(struct dn_model *m, char *text, size_t len, const char *from, struct dn_err *err)
@@ -57,6 +69,23 @@ static char *name_from_path(const char *path)
     return n > begin ? dn_strndup(path + begin, n - begin) : dn_strdup("model");
 }
 
+/* A folder may hold both forms. The index decides, as for other readers, and what it leaves out may be another model.
+ */
+static void note_left_out(struct dn_model *m, const char *index)
+{
+    static const char name[] = "model.safetensors";
+    struct dn_buf path = {0};
+    char *text;
+    size_t len;
+    dn_buf_printf(&path, "%s/%s", m->path, name);
+    if (access(dn_buf_str(&path), F_OK) == 0 && dn_mapfile_read_text(index, MAX_INDEX_BYTES, &text, &len, NULL) == 0) {
+        if (memmem(text, len, "\"model.safetensors\"", sizeof name + 1) == NULL)
+            dn_model_add_note(m, "model.safetensors is not used: model.safetensors.index.json names other files");
+        free(text);
+    }
+    dn_buf_release(&path);
+}
+
 static int open_hf_tensors(struct dn_model *m, struct dn_err *err)
 {
     struct dn_buf path = {0};
@@ -64,6 +93,8 @@ static int open_hf_tensors(struct dn_model *m, struct dn_err *err)
     int code;
     if (access(dn_buf_str(&path), F_OK) == 0) {
         code = dn_safetensors_open_index(dn_buf_str(&path), &m->safetensors, err);
+        if (code == 0)
+            note_left_out(m, dn_buf_str(&path));
     } else {
         dn_buf_clear(&path);
         dn_buf_printf(&path, "%s/model.safetensors", m->path);

@@ -127,7 +127,7 @@ static int read_llama3(struct dn_hyper *h, const json_t *rope, struct dn_err *er
     return 0;
 }
 
-/* YaRN as transformers' own function reads it (modeling_rope_utils.py): the names of what is not known are refused. */
+/* YaRN as transformers' own function reads it (modeling_rope_utils.py). */
 static int read_yarn(struct dn_hyper *h, const json_t *rope, struct dn_err *err)
 {
     static const struct {
@@ -203,7 +203,65 @@ static int read_rope_type(const json_t *rope, const char **out, struct dn_err *e
     return code;
 }
 
-/* rope_theta and partial_rotary_factor lie in that object or beside it. */
+/* What each type knows, beside what all know: a member of another type, or of none, would change nothing. */
+static const struct rope_type {
+    const char *name;
+    const char *key[9];
+} ROPE_TYPE[] = {
+    {"default", {NULL}},
+    {"llama3", {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}},
+    {"yarn",
+     {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+      "attention_factor", "truncate"}},
+};
+
+static bool knows_key(const struct rope_type *type, const char *key)
+{
+    static const char *const all[] = {"type", "rope_type", "rope_theta", "partial_rotary_factor"};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (strcmp(key, all[i]) == 0)
+            return true;
+    for (size_t i = 0; type->key[i] != NULL; i++)
+        if (strcmp(key, type->key[i]) == 0)
+            return true;
+    return false;
+}
+
+/* Whether the object names its type, if that is not the default one, and holds nothing that the type does not know. */
+static int check_rope_keys(json_t *rope, const char *name, struct dn_err *err)
+{
+    const char *key;
+    json_t *value;
+    const struct rope_type *type = NULL;
+    for (size_t i = 0; i < sizeof ROPE_TYPE / sizeof *ROPE_TYPE; i++)
+        if (strcmp(ROPE_TYPE[i].name, name) == 0)
+            type = &ROPE_TYPE[i];
+    json_object_foreach(rope, key, value)
+    {
+        if (type == NULL || json_is_null(value) || knows_key(type, key))
+            continue;
+        if (!dn_json_has(rope, "rope_type") && !dn_json_has(rope, "type"))
+            return dn_err_set(err, DN_MODEL_FILE, "rope scaling: \"%.40s\" is there, but no \"rope_type\"", key);
+        return dn_err_set(err, DN_MODEL_FILE, "rope scaling %s: \"%.40s\" is not known", name, key);
+    }
+    return 0;
+}
+
+/* A number that lies in that object or beside it. */
+static int read_rope_number(const json_t *c, const json_t *rope, const char *key, double min, double max,
+                            double fallback, double *out, struct dn_err *err)
+{
+    double beside = 0;
+    bool both = rope != NULL && dn_json_has(rope, key) && dn_json_has(c, key);
+    int code = dn_config_f64(rope != NULL && dn_json_has(rope, key) ? rope : c, key, min, max, fallback, out, err);
+    if (code == 0 && both)
+        code = dn_config_f64(c, key, min, max, fallback, &beside, err);
+    if (code == 0 && both && beside != *out)
+        code =
+            dn_err_set(err, DN_MODEL_FILE, "\"%s\" is %g, and %g in the rotary embedding's object", key, beside, *out);
+    return code;
+}
+
 static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
 {
     json_t *rope = NULL;
@@ -212,16 +270,16 @@ static int read_rope(struct dn_hyper *h, const json_t *c, struct dn_err *err)
     int code = find_rope(c, &rope, err);
     if (code != 0)
         return code;
-    code = dn_config_f64(rope != NULL && dn_json_has(rope, "rope_theta") ? rope : c, "rope_theta", 1, 1e12, 10000,
-                         &h->rope_theta, err);
+    code = read_rope_number(c, rope, "rope_theta", 1, 1e12, 10000, &h->rope_theta, err);
     if (code == 0)
-        code = dn_config_f64(rope != NULL && dn_json_has(rope, "partial_rotary_factor") ? rope : c,
-                             "partial_rotary_factor", 0, 1, 1, &partial, err);
+        code = read_rope_number(c, rope, "partial_rotary_factor", 0, 1, 1, &partial, err);
     if (code == 0 && partial != 1)
         code = dn_err_set(err, DN_MODEL_FILE, "\"partial_rotary_factor\": %g is not supported, expected 1", partial);
     if (code != 0 || rope == NULL)
         return code;
     code = read_rope_type(rope, &type, err);
+    if (code == 0)
+        code = check_rope_keys(rope, type, err);
     if (code != 0 || strcmp(type, "default") == 0)
         return code;
     if (strcmp(type, "llama3") == 0)

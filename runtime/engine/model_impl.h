@@ -48,6 +48,9 @@ int dn_model_check_hyper(const struct dn_hyper *h, struct dn_err *err);
 /* An id (0 to DN_MODEL_MAX_VOCAB) that ends a text, unless it is known already; too many of them is an error. */
 int dn_model_add_eos(struct dn_model *m, int64_t id, struct dn_err *err);
 
+/* One more sentence about what the files have and we do not use. */
+void dn_model_add_note(struct dn_model *m, const char *text);
+
 /* Takes text (dn_alloc'ed) as the template; a template with a NUL in it is refused and freed. */
 int dn_model_take_template(struct dn_model *m, char *text, size_t len, const char *from, struct dn_err *err);
 

@@ -364,15 +364,31 @@ static bool is_extra_layer(const struct dn_model *m, const char *name)
     return *end == '.' && layer >= m->hyper.n_layers && layer < (unsigned long)m->hyper.n_layers + m->n_extra_layers;
 }
 
-/* Tensors that some checkpoints carry and that say nothing: tables that we compute, and a tied head's copy. */
+/* Tensors that some checkpoints carry and that say nothing: tables that we compute. */
 static bool says_nothing(const struct dn_model *m, const char *name)
 {
     static const char inv_freq[] = ".rotary_emb.inv_freq";
-    size_t n = strlen(name), k = sizeof inv_freq - 1, p = strlen(m->prefix);
-    if (m->source != DN_MODEL_HF)
-        return false;
-    return (n > k && strcmp(name + n - k, inv_freq) == 0) ||
-           (m->hyper.tied_head && strncmp(name, m->prefix, p) == 0 && strcmp(name + p, "lm_head.weight") == 0);
+    size_t n = strlen(name), k = sizeof inv_freq - 1;
+    return m->source == DN_MODEL_HF && n > k && strcmp(name + n - k, inv_freq) == 0;
+}
+
+static bool is_tied_head(const struct dn_model *m, const char *name)
+{
+    size_t p = strlen(m->prefix);
+    return m->source == DN_MODEL_HF && m->hyper.tied_head && strncmp(name, m->prefix, p) == 0 &&
+           strcmp(name + p, "lm_head.weight") == 0;
+}
+
+/* A tied head's copy says nothing; one that is no copy was trained, and answers without it are another model's. */
+static int check_tied_head(const struct dn_model *m, const struct dn_tensor *head, struct dn_err *err)
+{
+    const struct dn_tensor *embed = m->global[DN_T_EMBED].values;
+    if (head->type == embed->type && head->bytes == embed->bytes && head->n_dims == 2 &&
+        head->dim[0] == embed->dim[0] && memcmp(head->data, embed->data, embed->bytes) == 0)
+        return 0;
+    return dn_err_set(err, DN_MODEL_FILE,
+                      "tensor \"%.100s\" is not a copy of \"%.100s\", but \"tie_word_embeddings\" is true", head->name,
+                      embed->name);
 }
 
 static void write_note(struct dn_model *m, const size_t n[2], const uint64_t bytes[2])
@@ -385,7 +401,7 @@ static void write_note(struct dn_model *m, const size_t n[2], const uint64_t byt
             dn_buf_printf(&b, "%s%zu tensor%s %s, %" PRIu64 " bytes, not used", b.len ? "; " : "", n[i],
                           n[i] == 1 ? "" : "s", what[i], bytes[i]);
     if (b.len > 0)
-        m->note = dn_strdup(dn_buf_str(&b));
+        dn_model_add_note(m, dn_buf_str(&b));
     dn_buf_release(&b);
 }
 
@@ -398,6 +414,13 @@ static int check_unused(struct finder *f, struct dn_err *err)
         const char *name = f->tensor[i].name;
         if (f->used[i])
             continue;
+        if (is_tied_head(m, name)) {
+            int code = check_tied_head(m, &f->tensor[i], err);
+            if (code != 0)
+                return code;
+            m->n_ignored++;
+            continue;
+        }
         bool vision = is_vision(m, name), extra = is_extra_layer(m, name);
         if (!vision && !extra && !says_nothing(m, name))
             return dn_err_set(err, DN_MODEL_FILE, "tensor \"%.200s\" is not one of a %s model of %" PRIu32 " layers",

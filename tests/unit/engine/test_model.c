@@ -1,6 +1,7 @@
 #include "engine/model.h"
 
 #include "engine/gguf_write.h"
+#include "engine/safetensors.h"
 #include "engine/tiny.h"
 #include "engine/tokenizer.h"
 #include "unit/engine/tiny_checkpoint.h"
@@ -240,6 +241,10 @@ Test(model, what_the_forward_pass_does_not_know_is_refused_by_name)
     refused(&k, "", "rope scaling \"yarn\" is not supported for this architecture, expected default or llama3");
     k = changed(NULL, "\"rope_parameters\":{\"rope_type\":\"llama3\",\"rope_theta\":1e4,\"factor\":8.0}");
     refused(&k, "", "rope scaling llama3: \"low_freq_factor\" is missing");
+    k = changed(NULL, "\"rope_scaling\":{\"factor\":8.0,\"low_freq_factor\":1.0}");
+    refused(&k, "", "rope scaling: \"factor\" is there, but no \"rope_type\"");
+    k = changed(NULL, "\"rope_theta\":1e4,\"rope_scaling\":{\"rope_type\":\"default\",\"factor\":8.0}");
+    refused(&k, "", "rope scaling default: \"factor\" is not known");
     k = changed(NULL,
                 "\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":1e4,\"partial_rotary_factor\":0.5}");
     refused(&k, "", "\"partial_rotary_factor\": 0.5 is not supported");
@@ -256,6 +261,94 @@ Test(model, what_the_forward_pass_does_not_know_is_refused_by_name)
     k = TINY_KIND[3];
     k.head_dim = 47;
     refused(&k, "", "heads of 47 values, expected an even number");
+}
+
+/* Both forms in one folder: the index decides, and the other file is named. */
+Test(model, a_file_that_the_index_leaves_out_is_noted)
+{
+    const char *other = tiny_checkpoint(&TINY_KIND[1], 1, DN_TT_F32, "");
+    char from[64], to[64];
+    struct dn_model *m;
+    struct dn_err err = {0};
+    snprintf(from, sizeof from, "%s/model.safetensors", other);
+    char other_folder[64];
+    snprintf(other_folder, sizeof other_folder, "%s", other);
+    const char *folder = tiny_checkpoint(&TINY_KIND[1], 2, DN_TT_BF16, "");
+    cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+    cr_expect_null(m->note);
+    dn_model_close(m);
+    snprintf(to, sizeof to, "%s/model.safetensors", folder);
+    cr_assert_eq(rename(from, to), 0);
+    cr_assert_eq(dn_model_open(folder, &m, &err), 0, "%s", err.text);
+    cr_expect_str_eq(m->note, "model.safetensors is not used: model.safetensors.index.json names other files");
+    cr_expect_str_eq(m->type_text, "safetensors BF16");
+    dn_model_close(m);
+    /* An index of that one file. */
+    struct dn_buf b = {0};
+    const struct dn_tensor *t;
+    cr_assert_eq(rename(to, from), 0);
+    cr_assert_eq(dn_model_open(other_folder, &m, &err), 0, "%s", err.text);
+    dn_buf_puts(&b, "{\"weight_map\":{");
+    for (size_t i = 0; i < m->safetensors->n_tensors; i++) {
+        t = &m->safetensors->tensor[i];
+        dn_buf_printf(&b, "%s\"%s\":\"model.safetensors\"", i ? "," : "", t->name);
+    }
+    dn_buf_puts(&b, "}}");
+    dn_model_close(m);
+    tiny_file(other_folder, "model.safetensors.index.json", &b);
+    dn_buf_release(&b);
+    cr_assert_eq(dn_model_open(other_folder, &m, &err), 0, "%s", err.text);
+    cr_expect_null(m->note);
+    dn_model_close(m);
+    tiny_remove(folder);
+    tiny_remove(other_folder);
+}
+
+/* A checkpoint that is written with its head, though config.json ties it. */
+Test(model, a_tied_head_that_is_no_copy_is_refused)
+{
+    struct tiny_kind k = TINY_KIND[1];
+    struct dn_model *m = NULL;
+    struct dn_err err = {0};
+    for (int copy = 0; copy < 2; copy++) {
+        const char *folder = tiny_checkpoint(&k, 1, DN_TT_BF16, ""); /* with a head */
+        char path[64];
+        static char text[1 << 22];
+        snprintf(path, sizeof path, "%s/config.json", folder);
+        FILE *f = fopen(path, "r+");
+        size_t n = fread(text, 1, sizeof text - 1, f);
+        text[n] = '\0';
+        char *at = strstr(text, "\"tie_word_embeddings\":false");
+        cr_assert_not_null(at);
+        memcpy(at, "\"tie_word_embeddings\": true", 27);
+        rewind(f);
+        fwrite(text, 1, n, f);
+        fclose(f);
+        if (copy) { /* the embedding's bytes over the head's */
+            unsigned long long embed, head;
+            uint64_t n_header;
+            snprintf(path, sizeof path, "%s/model.safetensors", folder);
+            f = fopen(path, "r+");
+            n = fread(text, 1, sizeof text, f);
+            memcpy(&n_header, text, 8);
+            at = memmem(text, n, "\"model.embed_tokens.weight\"", 27);
+            cr_assert_eq(sscanf(strstr(at, "offsets"), "offsets\":[%llu", &embed), 1);
+            at = memmem(text, n, "\"lm_head.weight\"", 16);
+            cr_assert_eq(sscanf(strstr(at, "offsets"), "offsets\":[%llu", &head), 1);
+            fseek(f, (long)(8 + n_header + head), SEEK_SET);
+            fwrite(text + 8 + n_header + embed, 1, 2 * TINY_VOCAB * TINY_DIM, f);
+            fclose(f);
+        }
+        cr_expect_eq(dn_model_open(folder, &m, &err), copy ? 0 : -DN_MODEL_FILE, "%s", err.text);
+        if (copy) {
+            cr_expect(m->hyper.tied_head && m->n_ignored == 1);
+            dn_model_close(m);
+        } else {
+            cr_expect(strstr(err.text, ": tensor \"lm_head.weight\" is not a copy of \"model.embed_tokens.weight\""),
+                      "%s", err.text);
+        }
+        tiny_remove(folder);
+    }
 }
 
 /* ---- GGUF -------------------------------------------------------------------------------------------------------- */

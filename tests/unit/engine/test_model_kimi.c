@@ -134,7 +134,11 @@ Test(model_kimi, yarn_is_read_however_it_is_spelt)
         "\"rope_scaling\":{\"rope_type\":\"yarn\",\"rope_theta\":50000.0,\"factor\":8,"
         "\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}",
         "\"rope_parameters\":{\"rope_type\":\"yarn\",\"rope_theta\":50000.0,\"factor\":8.0,\"beta_fast\":32,"
-        "\"beta_slow\":1,\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}"};
+        "\"beta_slow\":1,\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0}",
+        "\"rope_theta\":5e4,\"rope_parameters\":{\"rope_type\":\"yarn\",\"type\":\"yarn\",\"rope_theta\":50000.0,"
+        "\"factor\":8.0,\"original_max_position_embeddings\":64,\"mscale\":1.0,\"mscale_all_dim\":1.0,\"truncate\":"
+        "true,"
+        "\"low_freq_factor\":null,\"partial_rotary_factor\":1.0}"};
     double want[8], f[8];
     for (size_t i = 0; i < sizeof rope / sizeof *rope; i++) {
         struct kimi_kind k = KIMI_KIND[0];
@@ -227,6 +231,19 @@ Test(model_kimi, no_tensor_may_be_left_over)
             ": tensor \"model.layers.1.self_attn.o_proj.input_scale\" is not one of a kimi_k2 model of 3 layers");
     refused(2, FAULT(.tensor = "model.layers.1.mlp.gate.weight", .name = "vision_tower.gate.weight"),
             ": tensor \"language_model.model.layers.1.mlp.gate.weight\" is missing");
+}
+
+/* A head beside "tie_word_embeddings": true is the embedding's copy, or the model is another than config.json says. */
+Test(model_kimi, a_tied_head_is_a_copy)
+{
+    refused(
+        0, FAULT(.one_more = "lm_head.weight"),
+        ": tensor \"lm_head.weight\" is not a copy of \"model.embed_tokens.weight\", but \"tie_word_embeddings\" is "
+        "true");
+    refused(
+        2, FAULT(.one_more = "lm_head.weight"),
+        ": tensor \"language_model.lm_head.weight\" is not a copy of \"language_model.model.embed_tokens.weight\", but "
+        "\"tie_word_embeddings\" is true");
 }
 
 /* Of a multi-token prediction layer, if config.json says that there is one. */
@@ -443,6 +460,23 @@ Test(model_kimi, rope_scaling_is_checked)
          "\"rope_scaling\" and \"rope_parameters\" say different things, expected one of them"},
         {"\"rope_scaling\":{\"type\":\"yarn\",\"rope_type\":\"default\"}",
          "rope scaling: \"rope_type\" is \"default\", but \"type\" is \"yarn\""},
+        /* What would be left out without a word, and every answer another one. */
+        {"\"rope_scaling\":{\"factor\":4.0,\"original_max_position_embeddings\":1024}",
+         "rope scaling: \"factor\" is there, but no \"rope_type\""},
+        {"\"rope_scaling\":{\"rope_type\":\"default\",\"beta_fast\":32}",
+         "rope scaling default: \"beta_fast\" is not known"},
+        {"\"rope_parameters\":{\"type\":\"default\",\"rope_theta\":5e4,\"factor\":8.0}",
+         "rope scaling default: \"factor\" is not known"},
+        {"\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":64,\"beta_fats\":2}",
+         "rope scaling yarn: \"beta_fats\" is not known"},
+        {"\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":64,"
+         "\"low_freq_factor\":1}",
+         "rope scaling yarn: \"low_freq_factor\" is not known"},
+        {"\"rope_scaling\":{\"type\":\"llama3\",\"factor\":4.0,\"low_freq_factor\":1,\"high_freq_factor\":4,"
+         "\"original_max_position_embeddings\":64,\"mscale\":1}",
+         "rope scaling llama3: \"mscale\" is not known"},
+        {"\"rope_theta\":1e4,\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":5e4}",
+         "\"rope_theta\" is 10000, and 50000 in the rotary embedding's object"},
         {"\"rope_scaling\":{\"type\":\"dynamic\"}",
          "rope scaling \"dynamic\" is not supported, expected default, yarn or llama3"},
     };

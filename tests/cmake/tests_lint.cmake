@@ -3,4 +3,5 @@ find_program(LUAJIT_PROGRAM luajit REQUIRED)
 add_test(NAME lint.layers COMMAND ${LUAJIT_PROGRAM} ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers.lua ${CMAKE_SOURCE_DIR})
 add_test(NAME lint.layers_fails COMMAND ${LUAJIT_PROGRAM} ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers_test.lua
   ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers.lua ${CMAKE_BINARY_DIR}/lint-cases)
-set_tests_properties(lint.layers lint.layers_fails PROPERTIES LABELS "lint" TIMEOUT 60)
+add_test(NAME lint.dev COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/lint/dev_test.sh ${CMAKE_BINARY_DIR}/lint-cases/dev)
+set_tests_properties(lint.layers lint.layers_fails lint.dev PROPERTIES LABELS "lint" TIMEOUT 60)

@@ -2,6 +2,7 @@
 #include "base/memory.h"
 #include "cli/args.h"
 #include "cli/cli.h"
+#include "cli/commit.h"
 #include "cli/progress.h"
 #include "pool/device.h"
 
@@ -94,8 +95,14 @@ static void check_gpu(struct report *r)
                  driver ? "an NVIDIA driver is there, but " : "", err.text,
                  strstr(err.text, "libcublasLt") ? " (of the CUDA 13 runtime: put its folder on LD_LIBRARY_PATH)" : "");
         line(r, 1, "gpu", text);
-    } else if (b->survey) {
-        b->survey(survey_line, &s);
+    } else {
+        const char *commit = dn_commit_of(b);
+        snprintf(text, sizeof text, "%.500s, commit %s", path, commit ? commit : "unknown");
+        line(r, 0, "library", text);
+        if (dn_commit_differs(b, text))
+            line(r, 1, "library", text);
+        if (b->survey)
+            b->survey(survey_line, &s);
     }
     if (s.n_devices == 0 && (rc != -DN_NOT_FOUND || driver))
         line(r, driver, "gpu", "none to use: it serves on the CPU");
@@ -144,7 +151,9 @@ int dn_cmd_doctor(int argc, char **argv)
     if (help)
         return DN_EXIT_OK;
     struct report r = {0};
-    line(&r, 0, "version", "dunlin " DN_VERSION);
+    char version[96];
+    snprintf(version, sizeof version, "dunlin %s, commit %s", DN_VERSION, dn_commit());
+    line(&r, 0, "version", version);
     check_cpu(&r);
     check_gpu(&r);
     check_memory(&r);

@@ -4,9 +4,11 @@
 #include "base/clock.h"
 #include "base/hash.h"
 #include "cli/args.h"
+#include "cli/commit.h"
 #include "cli/progress.h"
 #include "pool/device.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -106,6 +108,9 @@ int dn_local_open(struct dn_local *l, const char *path, const struct dn_pool_con
     c.progress_ctx = &progress;
     rc = dn_load_pool(&l->loaded, &c, err);
     dn_progress_end(&progress);
+    char stale[200];
+    if (rc == 0 && dn_commit_differs(l->loaded.pool->device->ops, stale))
+        fprintf(stderr, "dunlin: %s\n", stale);
     if (rc == 0) {
         const struct dn_sink sink = {.deliver = deliver, .user = l, .n_loops = 1};
         rc = dn_sched_open(&(struct dn_sched_conf){.queue_max = 1 << 20}, l->loaded.pool, &sink, NULL, &l->sched, err);

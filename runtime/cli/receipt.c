@@ -1,6 +1,7 @@
 #include "cli/receipt.h"
 
 #include "base/clock.h"
+#include "cli/commit.h"
 #include "cli/progress.h"
 
 #include <stdio.h>
@@ -41,8 +42,10 @@ static void print_weights(const struct dn_node *node)
 static void print_device(const struct dn_node *node)
 {
     const struct dn_pool *p = node->pool;
-    char a[16], b[16], c[16], d[16], e[16], f[16];
+    char a[16], b[16], c[16], d[16], e[16], f[16], stale[200];
     fprintf(stderr, "device   %s%s%s\n", p->device_text, p->no_gpu[0] ? "; no GPU: " : "", p->no_gpu);
+    if (dn_commit_differs(p->device->ops, stale))
+        fprintf(stderr, "         %s\n", stale);
     if (p->device_total_bytes == 0)
         return;
     uint64_t kv = (uint64_t)p->runner->n_slabs * p->runner->layout.slab_bytes;

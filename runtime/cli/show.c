@@ -3,6 +3,7 @@
 #include "base/json.h"
 #include "cli/args.h"
 #include "cli/cli.h"
+#include "cli/commit.h"
 #include "cli/load.h"
 #include "cli/progress.h"
 #include "pool/device.h"
@@ -96,12 +97,14 @@ static void print_device(const struct shown *s)
 {
     const struct dn_pool *p = s->loaded.pool;
     struct dn_pool_room room;
-    char a[16], b[16];
+    char a[16], b[16], stale[200];
     dn_pool_room(p, &(struct dn_plan){0}, &room);
     printf("device     %s  %s, %s free of %s%s\n", s->device, p->device_text, dn_bytes_text(room.free_bytes, a),
            dn_bytes_text(room.total_bytes, b), room.is_limited ? ", a container's limit" : "");
     if (p->no_gpu[0])
         printf("           no GPU: %s\n", p->no_gpu);
+    if (dn_commit_differs(p->device->ops, stale))
+        printf("           %s\n", stale);
 }
 
 /* One format of the weights: what it takes, and what is left for the KV cache. */

@@ -2,11 +2,12 @@
 import json
 import os
 import re
+import subprocess
 import time
 
 import pytest
 import serve_lib
-from serve_lib import BINARY, ENV, Node, command, tiny_model, write
+from serve_lib import BINARY, ENV, SOURCE, Node, command, tiny_model, write
 
 LOST = os.path.join(os.path.dirname(BINARY), "tests", "libbackend_lost.so")
 GPU = os.path.join(os.path.dirname(BINARY), "tests", "libbackend_gpu.so")
@@ -130,3 +131,24 @@ def test_a_context_that_the_model_does_not_have_is_refused():
     done = command("serve", "--conf", path, "--check")
     assert done.returncode == 2 and "9999: the model has a context of 4096 tokens" in done.stderr, done
     assert command("serve", tiny_model(), "--check", "--ctx", "4096").returncode == 0
+
+
+def test_doctor_knows_the_commit():
+    line = re.search(r"^ok    version +dunlin \d+\.\d+\.\d+, commit (\S+)$", command("doctor").stdout, re.M)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True, check=False)
+    assert line and (head.returncode != 0 or re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", line.group(1))), line
+
+
+@pytest.mark.skipif(not os.path.exists(GPU), reason="no library that passes for a GPU's beside the program")
+def test_a_library_of_another_commit_is_said_in_one_line(monkeypatch):
+    monkeypatch.setitem(ENV, "ASAN_OPTIONS", ENV.get("ASAN_OPTIONS", "") + ":detect_odr_violation=0")
+    monkeypatch.setitem(ENV, "DN_CUDA_LIBRARY", GPU)
+    stale = r"the backend's library is of commit 0123456789ab, the program of \S+: build both together"
+    doctor = command("doctor").stdout
+    assert f"{GPU}, commit 0123456789ab" in doctor and len(re.findall(stale, doctor)) == 1, doctor
+    assert len(re.findall(stale, command("show", tiny_model()).stdout)) == 1
+    done = command("generate", tiny_model(), "x", "--max-tokens", "2")
+    assert done.returncode == 0 and len(re.findall(stale, done.stderr)) == 1, done.stderr
+    assert "build both together" not in command("generate", tiny_model(), "x", "--device", "cpu").stderr
+    with Node() as node:
+        assert len(re.findall(stale, node.log())) == 1

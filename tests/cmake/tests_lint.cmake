@@ -4,4 +4,6 @@ add_test(NAME lint.layers COMMAND ${LUAJIT_PROGRAM} ${CMAKE_CURRENT_SOURCE_DIR}/
 add_test(NAME lint.layers_fails COMMAND ${LUAJIT_PROGRAM} ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers_test.lua
   ${CMAKE_CURRENT_SOURCE_DIR}/lint/layers.lua ${CMAKE_BINARY_DIR}/lint-cases)
 add_test(NAME lint.dev COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/lint/dev_test.sh ${CMAKE_BINARY_DIR}/lint-cases/dev)
-set_tests_properties(lint.layers lint.layers_fails lint.dev PROPERTIES LABELS "lint" TIMEOUT 60)
+add_test(NAME lint.commit COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/lint/commit_test.sh ${CMAKE_BINARY_DIR}/lint-cases/commit
+  ${CMAKE_COMMAND})
+set_tests_properties(lint.layers lint.layers_fails lint.dev lint.commit PROPERTIES LABELS "lint" TIMEOUT 60)

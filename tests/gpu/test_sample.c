@@ -34,7 +34,7 @@ static void sample_ops(struct gpu *g, void *ctx)
 {
     const struct call *c = ctx;
     if (c->tags)
-        g->ops->check_tags(g->d, &(struct dn_check_tags){c->tags, ROWS});
+        g->ops->check_tags(g->d, &(struct dn_check_tags){.table = c->tags, .n_pages = ROWS});
     for (uint32_t i = 0; i < (c->n_times ? c->n_times : 1); i++) {
         struct dn_sample_rows p = c->p;
         if (c->n_buffers)

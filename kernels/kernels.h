@@ -236,6 +236,7 @@ struct dn_kernels {
     size_t act_bytes;     /* bytes of one activation value */
     uint32_t page_tokens; /* the only page size it knows; 0 = any (kernels.h's multiples) */
     bool splits_steps;    /* wants decode and prefill in steps of their own (dn_step.kind) */
+    bool asynchronous;    /* decode steps of prepared lists run on when step_begin() has returned */
 
     void (*close)(struct dn_device *d);
     void (*describe)(const struct dn_device *d, char *text, size_t n); /* "Xeon ... avx512-vnni, 2 threads" */

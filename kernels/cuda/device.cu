@@ -476,7 +476,7 @@ static const struct dn_kernels *table(void)
     t.name = "cuda";
     t.act_bytes = 2;
     t.page_tokens = PAGE_TOKENS;
-    t.splits_steps = true;
+    t.splits_steps = t.asynchronous = true;
     t.close = close_device;
     t.describe = describe;
     t.memory = memory;

@@ -297,7 +297,7 @@ struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format
     return dn_prefix_root(p->prefix, p->model->path, dn_weights_format_name(p->weights->format), f, salt, n_salt);
 }
 
-int dn_pool_step(struct dn_pool *p, struct dn_err *err)
+void dn_pool_start(struct dn_pool *p)
 {
     struct dn_step *s = dn_runner_arrays(p->runner);
     s->n_tags = 0;
@@ -314,5 +314,10 @@ int dn_pool_step(struct dn_pool *p, struct dn_err *err)
             s->n_tags = n;
         }
     }
-    return dn_runner_step(p->runner, err);
+    dn_runner_start(p->runner);
+}
+
+int dn_pool_wait(struct dn_pool *p, struct dn_err *err)
+{
+    return dn_runner_wait(p->runner, err);
 }

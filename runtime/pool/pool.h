@@ -79,7 +79,8 @@ bool dn_pool_splits_steps(const struct dn_pool *p);
 /* Where the prefix chain of a request on this pool starts: its model, weights, KV format and salt. Any thread. */
 struct dn_hash128 dn_pool_prefix_root(const struct dn_pool *p, enum dn_kv_format f, const void *salt, size_t n_salt);
 
-/* Brings the device's tag table up to date and runs the step that the arrays describe. */
-int dn_pool_step(struct dn_pool *p, struct dn_err *err);
+/* Starts the step that the arrays describe, the device's tag table brought up to date; waits for its results. */
+void dn_pool_start(struct dn_pool *p);
+int dn_pool_wait(struct dn_pool *p, struct dn_err *err);
 
 #endif

@@ -1,7 +1,7 @@
 /* The batch of one step: fills the device's step arrays from the sequences that take part.
  *
- * Used by the scheduler on its thread: begin, add each sequence once, then dn_pool_step(). A sequence that is added has
- * its pages for n_computed + n_tokens already.
+ * Used by the scheduler on its thread: begin, add each sequence once, then dn_pool_start(). A sequence that is added
+ * has its pages for n_computed + n_tokens already.
  *
  * Page tables stay in the arrays from step to step, each at a place of its slot's, whatever steps the sequence takes
  * part in: while a sequence has a slot its table only grows, and what was added is all that is written. Who changes

@@ -69,7 +69,7 @@ struct dn_event_batch {
 };
 void dn_event_batch_free(struct dn_event_batch *b);
 
-/* Where batches go: called on the scheduler's thread once a step and loop; must not block. */
+/* Where batches go: called on the scheduler's thread, about once a step and loop; must not block. */
 struct dn_sink {
     void (*deliver)(void *user, uint32_t loop, struct dn_event_batch *batch);
     void *user;

@@ -95,13 +95,12 @@ void dn_sched_emit(struct dn_sched *s, const struct dn_seq *q, struct dn_event e
 
 static void deliver(struct dn_sched *s)
 {
-    uint64_t now_ns = dn_now_ns();
     for (uint32_t i = 0; i < s->sink.n_loops; i++) {
         if (!s->out[i])
             continue;
         struct dn_event_batch *b = s->out[i];
         s->out[i] = NULL;
-        b->step_ns = now_ns;
+        b->step_ns = s->results_ns;
         s->sink.deliver(s->sink.user, i, b);
     }
 }
@@ -350,14 +349,21 @@ static void publish(struct dn_sched *s)
     dn_snapshot_publish(&s->cell, n);
 }
 
+void dn_sched_flush(struct dn_sched *s)
+{
+    publish(s); /* before the events: who has his answer finds it counted */
+    deliver(s);
+}
+
 bool dn_sched_turn(struct dn_sched *s)
 {
     handle(s, dn_inbox_take(&s->inbox));
     dn_sched_admit(s, dn_now_ns());
     uint64_t n_preempted = s->now.preemptions;
     bool worked = dn_sched_step(s) || s->now.preemptions > n_preempted; /* who was put back may start again at once */
-    publish(s); /* before the events: who has his answer finds it counted */
-    deliver(s);
+    /* Else events go out when the next step runs. */
+    if (!worked || !s->pool->device->ops->asynchronous)
+        dn_sched_flush(s);
     return worked;
 }
 

@@ -45,8 +45,9 @@ void dn_sched_pause(struct dn_sched *s, struct dn_request_id id, bool paused);
 void dn_sched_snapshot(struct dn_sched *s, struct dn_snapshot *out);
 uint32_t dn_sched_waiting(struct dn_sched *s); /* requests submitted and not yet running */
 
-/* One turn without the thread: handles messages, runs at most one step, delivers events. False when there was nothing
- * to do. Tests and benchmarks drive the scheduler with it on their own thread. */
+/* One turn without the thread: handles messages, runs at most one step (where steps are split: of each kind), delivers
+ * events; those of an asynchronous device's last step in the next turn. False when there was nothing to do. Tests and
+ * benchmarks drive the scheduler with it on their own thread. */
 bool dn_sched_turn(struct dn_sched *s);
 
 #endif

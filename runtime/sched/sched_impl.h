@@ -32,7 +32,8 @@ struct dn_sched {
     bool room_changed; /* pages or slots were freed: the head of the queue may fit now */
 
     struct dn_batch batch;
-    struct dn_event_batch **out; /* [n_loops] events of this turn */
+    struct dn_event_batch **out; /* [n_loops] events since the last flush */
+    uint64_t results_ns;         /* when the last step's results were there */
     uint32_t *audit_refs;        /* [pages] scratch of the audit */
 
     struct dn_snapshot now; /* counters live here; published after each turn */
@@ -42,6 +43,7 @@ struct dn_sched {
 
 /* sched.c */
 void dn_sched_emit(struct dn_sched *s, const struct dn_seq *q, struct dn_event e, const struct dn_sampled *detail);
+void dn_sched_flush(struct dn_sched *s); /* publishes the snapshot and delivers the events that there are */
 void dn_sched_end(struct dn_sched *s, struct dn_seq *q); /* gives pages and slot back, frees */
 void dn_sched_fail(struct dn_sched *s, struct dn_seq *q, int code);
 void dn_sched_preempt(struct dn_sched *s, struct dn_seq *q); /* back to the queue, to be computed again */

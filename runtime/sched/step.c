@@ -279,6 +279,25 @@ static bool is_mixed(const struct dn_step *st)
     return false;
 }
 
+/* A device has worked for milliseconds, others have used the caches, and what results need lies all over the memory:
+ * asked for at once it comes together. */
+static void fetch(const struct dn_batch *b)
+{
+    enum { LINE = 64 };
+    for (uint32_t i = 0; i < b->n_seqs; i++)
+        for (size_t at = 0; at < sizeof *b->seq[i]; at += LINE)
+            __builtin_prefetch((const char *)b->seq[i] + at);
+    for (uint32_t i = 0; i < b->n_seqs; i++) {
+        const struct dn_seq *q = b->seq[i];
+        for (size_t at = 0; at < sizeof *q->req; at += LINE)
+            __builtin_prefetch((const char *)q->req + at);
+        __builtin_prefetch(&q->token[q->n_tokens]);
+        __builtin_prefetch(&b->step->result[q->first_row]);
+    }
+}
+
+/* Events of the step before go out while the device decodes, so that it does not wait for them; or else before a step
+ * that takes long. */
 static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
 {
     build(s, kind);
@@ -286,11 +305,18 @@ static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
         return false;
     uint64_t start_ns = dn_now_ns();
     struct dn_err err = {0};
-    if (dn_pool_step(s->pool, &err) != 0) {
+    bool late = s->pool->device->ops->asynchronous && s->batch.step->kind == DN_STEP_DECODE;
+    if (kind && !late)
+        dn_sched_flush(s);
+    dn_pool_start(s->pool);
+    if (late)
+        dn_sched_flush(s);
+    if (dn_pool_wait(s->pool, &err) != 0) {
         device_lost(s, &err);
         return true;
     }
-    uint64_t now_ns = dn_now_ns();
+    uint64_t now_ns = s->results_ns = dn_now_ns();
+    fetch(&s->batch);
     s->now.steps++;
     s->now.mixed_steps += is_mixed(s->batch.step);
     s->now.step_ns = now_ns - start_ns;
@@ -304,6 +330,16 @@ static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
     return true;
 }
 
+static bool wants_prefill(const struct dn_sched *s)
+{
+    for (uint32_t slot = 0; slot < s->pool->conf.max_sequences; slot++) {
+        const struct dn_seq *q = s->running[slot];
+        if (q && !q->paused && !is_decoding(q))
+            return true;
+    }
+    return false;
+}
+
 bool dn_sched_step(struct dn_sched *s)
 {
     static const enum dn_step_kind decode = DN_STEP_DECODE, prefill = DN_STEP_PREFILL;
@@ -311,5 +347,5 @@ bool dn_sched_step(struct dn_sched *s)
     if (!dn_pool_splits_steps(s->pool))
         return run_step(s, NULL);
     bool did = run_step(s, &decode);
-    return run_step(s, &prefill) || did;
+    return (wants_prefill(s) && run_step(s, &prefill)) || did;
 }

@@ -1,10 +1,11 @@
-/* bench_host [sequences [steps]]: what the scheduler's thread does between the end of a decode step and the start of
- * the next one, while a GPU waits: results, events, bookkeeping, filling the next step.
+/* bench_host [sequences [steps [cuda]]]: what the scheduler's thread does between the end of a decode step and the
+ * start of the next one, while a GPU waits: results, events, bookkeeping, filling the next step.
  *
- * The device computes nothing: tokens are invented when a step ends. Cold: 64 MiB are read while the device "works",
- * so that the caches hold other things, as after other threads' work. Times are medians and 95th percentiles, in us;
- * BETWEEN: from the return of step_wait() to the call of step_begin(); BEGIN: the CPU backend's checks of the step,
- * which read every array but the pages, as those of a GPU backend do. */
+ * The device computes nothing: tokens are invented when a step ends. Or it is a GPU, with a tiny model. Cold: 64 MiB
+ * are read when a step has ended, so that the caches hold other things, as after other threads' work. Times are medians
+ * and 95th percentiles, in us; BETWEEN: from the return of step_wait() to the call of step_begin(); BEGIN: of a GPU,
+ * how long it takes to start a step; else the CPU backend's checks of the step, which read every array but the pages.
+ */
 #include "base/buf.h"
 #include "base/clock.h"
 #include "base/metrics.h"
@@ -21,6 +22,8 @@ enum { MAX_STEPS = 4000, FLUSH = 64 << 20, LOOPS = 2, WARMUP = 40, STEP_TOKENS =
 
 static struct dn_kernels table; /* the CPU's, but for what is below */
 static bool (*real_begin)(struct dn_device *d, uint32_t list);
+static int (*real_wait)(struct dn_device *d, struct dn_err *err);
+static bool on_gpu;
 static uint8_t *flush;
 static bool cold, measuring;
 static volatile uint64_t sink_of_reads;
@@ -33,12 +36,12 @@ static uint32_t n_ready; /* sequences that have decoded a while */
 static bool step_begin(struct dn_device *d, uint32_t list)
 {
     uint64_t t0 = dn_now_ns();
-    real_begin(d, list);
+    bool calls = real_begin(d, list);
     if (measuring && ended_ns && n_steps < MAX_STEPS) {
         between[n_steps] = (double)(t0 - ended_ns) * 1e-3;
         begin[n_steps++] = (double)(dn_now_ns() - t0) * 1e-3;
     }
-    return false;
+    return calls && on_gpu;
 }
 
 static void step_end(struct dn_device *d) {}
@@ -46,15 +49,16 @@ static void step_end(struct dn_device *d) {}
 static int step_wait(struct dn_device *d, struct dn_err *err)
 {
     struct dn_step *s = table.step_arrays(d);
-    for (uint32_t i = 0; i < s->n_rows; i++)
+    int code = on_gpu ? real_wait(d, err) : 0;
+    for (uint32_t i = 0; i < s->n_rows && !on_gpu; i++)
         s->result[i] = (struct dn_sampled){.id = 20 + (int32_t)(n_invented++ % 200)};
     uint64_t sum = 0;
     if (cold)
         for (size_t i = 0; i < FLUSH; i += 64)
             sum += flush[i];
     sink_of_reads = sum;
-    ended_ns = dn_now_ns();
-    return 0;
+    ended_ns = s->kind == DN_STEP_DECODE ? dn_now_ns() : 0;
+    return code;
 }
 
 /* What the server's does: memory for a message, and a system call that wakes an event loop. */
@@ -87,7 +91,7 @@ static struct dn_pool *open_pool(struct dn_model *m, uint32_t n, uint32_t contex
 {
     struct dn_pool *p;
     struct dn_err err = {0};
-    const struct dn_pool_conf conf = {.backend = "cpu",
+    const struct dn_pool_conf conf = {.backend = on_gpu ? "cuda" : "cpu",
                                       .n_threads = 1,
                                       .weights = DN_WEIGHTS_AUTO,
                                       .max_sequences = n,
@@ -101,10 +105,12 @@ static struct dn_pool *open_pool(struct dn_model *m, uint32_t n, uint32_t contex
     }
     table = *p->device->ops;
     real_begin = table.step_begin;
+    real_wait = table.step_wait;
     table.step_begin = step_begin;
-    table.step_end = step_end;
     table.step_wait = step_wait;
-    table.splits_steps = true;
+    if (!on_gpu)
+        table.step_end = step_end;
+    table.splits_steps = table.asynchronous = true;
     p->device->ops = &table;
     return p;
 }
@@ -169,9 +175,10 @@ int main(int argc, char **argv)
     struct dn_model *m;
     struct dn_err err = {0};
     int file = mkstemp(path);
+    on_gpu = argc > 3 && strcmp(argv[3], "cuda") == 0;
     if (n == 0 || n > 512 || steps == 0 || steps > MAX_STEPS || file < 0 || dn_tiny_write(path, &err) != 0 ||
         dn_model_open(path, &m, &err) != 0) {
-        fprintf(stderr, "bench_host [sequences, up to 512 [steps, up to %d]] %s\n", MAX_STEPS, err.text);
+        fprintf(stderr, "bench_host [sequences, up to 512 [steps, up to %d [cuda]]] %s\n", MAX_STEPS, err.text);
         return 1;
     }
     close(file);
@@ -182,7 +189,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < LOOPS; i++)
         fd[i] = eventfd(0, EFD_CLOEXEC);
     static const uint32_t context[] = {8192, 32768};
-    for (size_t i = 0; i < 2; i++)
+    for (size_t i = 0; i < (on_gpu ? 1 : 2); i++) /* a GPU has to compute the prompts */
         bench(m, n, context[i], steps);
     free(flush);
     dn_model_close(m);

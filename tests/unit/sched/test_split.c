@@ -117,3 +117,52 @@ Test(split, pages_that_decode_filled_are_nobody_elses_prompt)
     cr_assert_eq(cached_in_second_turn(false), 64, "four full pages of 79 computed tokens");
     cr_assert_eq(cached_in_second_turn(true), 32, "the prompt's two full pages");
 }
+
+/* ---- When events go out ---- */
+
+static struct node *watched;
+static bool late;
+static unsigned n_behind;
+
+static uint32_t delivered(void)
+{
+    uint32_t n = 0;
+    for (int i = 0; i < MAX_ANSWERS; i++)
+        n += watched->answer[i].n;
+    return n;
+}
+
+/* When a step begins: a decode step of an asynchronous device finds the tokens of the step before not sent yet. */
+static bool begin_watched(struct dn_device *d, uint32_t list)
+{
+    const struct dn_step *s = d->ops->step_arrays(d);
+    uint32_t behind = (uint32_t)watched->sched->now.output_tokens - delivered();
+    cr_assert_leq(behind, late && s->kind == DN_STEP_DECODE ? 2 : 0);
+    n_behind += behind > 0;
+    return begin(d, list);
+}
+
+Test(split, events_go_out_while_the_next_step_runs)
+{
+    struct answer want[2] = {alone(1, 40, 30, DN_KV_BF16), alone(2, 120, 30, DN_KV_BF16)};
+    for (int i = 0; i < 2; i++) {
+        struct node *n = watched = node_open(64, 16, (struct dn_sched_conf){0});
+        struct dn_kernels ops = split_ops(n);
+        ops.step_begin = begin_watched;
+        ops.asynchronous = late = i;
+        n_behind = 0;
+        n->pool->device->ops = &ops;
+        for (uint32_t k = 0; k < 2; k++) {
+            submit(n, request(n, k, k + 1, k ? 120 : 40, 30));
+            for (int turn = 0; turn < 8; turn++)
+                dn_sched_turn(n->sched);
+        }
+        run(n); /* a turn without work sends all that is left */
+        for (uint32_t k = 0; k < 2; k++)
+            cr_assert(n->answer[k].done && same(&n->answer[k], &want[k]));
+        cr_assert(late ? n_behind > 20 : n_behind == 0, "%u", n_behind);
+        n->pool->device->ops = real;
+        expect_no_pages_held(n);
+        node_close(n);
+    }
+}

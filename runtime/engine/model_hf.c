@@ -72,6 +72,9 @@ int dn_config_blame(int code, const char *key, struct dn_err *err)
         return code == 0 ? 0 : -DN_MODEL_FILE;
     err->code = DN_MODEL_FILE;
     err->param[0] = '\0';
+    size_t n = strlen(key);
+    if (strncmp(err->text, key, n) == 0 && strncmp(err->text + n, ": ", 2) == 0) /* as a request's parameter */
+        memmove(err->text, err->text + n + 2, strlen(err->text + n + 2) + 1);
     return dn_err_prefix(err, "\"%s\"", key);
 }
 

@@ -418,6 +418,24 @@ static int upload_vectors(struct dn_weights *w, const struct dn_tensor *const *p
     return *out != NULL ? 0 : dn_err_set(err, DN_NO_MEMORY, "no memory for \"%s\" on the device", part[0]->name);
 }
 
+/* GGUF's divisors of the rotary frequencies, which the runner makes its table with. */
+static int check_rope_divisors(const struct dn_model *m, struct dn_err *err)
+{
+    const struct dn_tensor *t = dn_model_tensor(m, DN_T_ROPE_FREQS, 0);
+    if (t == NULL)
+        return 0;
+    float *value = dn_alloc0((size_t)t->dim[0], sizeof *value);
+    dn_tensor_row_f32(t->type, t->data, (size_t)t->dim[0], value);
+    int code = dn_weights_check_vector(m, t, value, err);
+    for (uint64_t i = 0; i < t->dim[0] && code == 0; i++)
+        if (value[i] <= 0)
+            code =
+                dn_err_set(err, DN_MODEL_FILE, "%s: tensor \"%.200s\": value [%" PRIu64 "] is %g, expected more than 0",
+                           m->path, t->name, i, (double)value[i]);
+    free(value);
+    return code;
+}
+
 static int upload_vector(struct dn_weights *w, enum dn_tensor_role role, uint32_t layer, float **out,
                          struct dn_err *err)
 {
@@ -543,7 +561,9 @@ static int load_all(struct dn_weights *w, const struct dn_weights_jobs *jobs, co
         if (m->data == NULL)
             return too_large(w, &have, err);
     }
-    int code = upload_vector(w, DN_T_FINAL_NORM, 0, &w->final_norm, err);
+    int code = check_rope_divisors(w->model, err);
+    if (code == 0)
+        code = upload_vector(w, DN_T_FINAL_NORM, 0, &w->final_norm, err);
     for (uint32_t l = 0; l < w->model->hyper.n_layers && code == 0; l++)
         code = upload_layer(w, l, err);
     return code == 0 ? dn_weights_pack(w, jobs, conf, err) : code;

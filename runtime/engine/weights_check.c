@@ -1,15 +1,25 @@
 /* Whether a checkpoint holds numbers: one NaN or infinity in a scale or a norm makes every answer fail, hours later and
- * without a hint. All bytes pass through here on their way to the packing, so that they are in the cache: blocks of the
- * 16-bit kinds are tested by their maximum, which compilers make vector instructions of. */
+ * without a hint. All bytes pass through here on their way to the packing, and are in the cache when that reads them.
+ */
 #include "engine/weights_impl.h"
 
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
 
-enum { FP8_BLOCK = 128, CHECKED = 256 };
+enum { FP8_BLOCK = 128, CHECKED = 512 };
 
 enum kind { KIND_F32, KIND_F16, KIND_BF16, KIND_E4M3 };
+
+/* Of each kind: one number's bits without its sign, and what carries into the sign's place if the exponent (of E4M3 all
+ * the rest) is all ones. Both over again in 64 bits: numbers that lie side by side are tested by the word. */
+static const struct {
+    uint64_t rest, carry, sign;
+    uint32_t bytes;
+} KIND[] = {[KIND_F32] = {0x7fffffff7fffffff, 0x0080000000800000, 0x8000000080000000, 4},
+            [KIND_F16] = {0x7fff7fff7fff7fff, 0x0400040004000400, 0x8000800080008000, 2},
+            [KIND_BF16] = {0x7fff7fff7fff7fff, 0x0080008000800080, 0x8000800080008000, 2},
+            [KIND_E4M3] = {0x7f7f7f7f7f7f7f7f, 0x0101010101010101, 0x8080808080808080, 1}};
 
 /* Numbers of one kind in a tensor: `per_row` of them for each `row_div` rows of its matrix. */
 struct span {
@@ -23,8 +33,7 @@ struct span {
 
 static struct span plain(const struct dn_tensor *t, enum kind kind, uint64_t per_row)
 {
-    static const uint8_t bytes[] = {[KIND_F32] = 4, [KIND_F16] = 2, [KIND_BF16] = 2, [KIND_E4M3] = 1};
-    return (struct span){t, kind, bytes[kind], 0, 1, per_row, "value"};
+    return (struct span){t, kind, KIND[kind].bytes, 0, 1, per_row, "value"};
 }
 
 /* All that a matrix has; returns how many spans. */
@@ -66,62 +75,56 @@ static int spans_of(const struct dn_linear *l, struct span out[2])
     }
 }
 
-static float number_at(const struct span *s, uint64_t i)
+static uint64_t bits_at(const struct span *s, uint64_t i)
 {
     const uint8_t *p = s->t->data + s->offset + i * s->stride;
-    uint16_t h;
-    float f;
-    if (s->kind == KIND_E4M3)
-        return (*p & 0x7f) == 0x7f ? NAN : 0;
-    if (s->kind == KIND_F32) {
-        memcpy(&f, p, sizeof f);
-        return f;
-    }
-    memcpy(&h, p, sizeof h);
-    return s->kind == KIND_F16 ? dn_f16_to_f32(h) : dn_bf16_to_f32(h);
+    uint64_t bits = 0;
+    memcpy(&bits, p, KIND[s->kind].bytes);
+    return bits;
+}
+
+/* Whether one number, or one of those side by side, is none. */
+static bool is_bad(enum kind kind, uint64_t bits)
+{
+    return (((bits & KIND[kind].rest) + KIND[kind].carry) & KIND[kind].sign) != 0;
+}
+
+/* Of one that is bad: the exponent alone, or a NaN's bits behind it. E4M3 has no infinity. */
+static bool is_infinite(enum kind kind, uint64_t bits)
+{
+    uint64_t one = (1ull << 8 * KIND[kind].bytes) - 1, exponent = KIND[kind].sign - KIND[kind].carry;
+    return kind != KIND_E4M3 && (bits & KIND[kind].rest & one) == (exponent & one);
 }
 
 /* The first of n from `at` on that is no number, at + n if there is none. */
 static uint64_t first_bad(const struct span *s, uint64_t at, uint64_t n)
 {
     for (uint64_t i = at; i < at + n; i++)
-        if (!isfinite(number_at(s, i)))
+        if (is_bad(s->kind, bits_at(s, i)))
             return i;
     return at + n;
 }
 
-/* CHECKED numbers that lie side by side. */
-static bool bad_16(const uint8_t *p, int16_t exponent)
+/* CHECKED bytes of numbers that lie side by side. */
+static bool bytes_are_bad(enum kind kind, const uint8_t *p)
 {
-    int16_t most = 0;
-    for (size_t i = 0; i < CHECKED; i++) {
-        int16_t v;
-        memcpy(&v, p + 2 * i, 2);
-        v &= 0x7fff;
-        most = v > most ? v : most;
+    const uint64_t rest = KIND[kind].rest, carry = KIND[kind].carry;
+    uint64_t seen[4] = {0};
+    for (size_t i = 0; i < CHECKED; i += 32) {
+        uint64_t w[4];
+        memcpy(w, p + i, 32);
+        for (int k = 0; k < 4; k++)
+            seen[k] |= (w[k] & rest) + carry;
     }
-    return most >= exponent;
-}
-
-static bool bad_8(const uint8_t *p)
-{
-    uint8_t most = 0;
-    for (size_t i = 0; i < CHECKED; i++) {
-        uint8_t v = p[i] & 0x7f;
-        most = v > most ? v : most;
-    }
-    return most == 0x7f;
+    return ((seen[0] | seen[1] | seen[2] | seen[3]) & KIND[kind].sign) != 0;
 }
 
 static bool are_numbers(const struct span *s, uint64_t at, uint64_t n)
 {
-    uint64_t end = at + n;
-    bool beside = s->kind == KIND_E4M3 ? s->stride == 1 : s->kind != KIND_F32 && s->stride == 2;
-    for (; beside && at + CHECKED <= end; at += CHECKED) {
-        const uint8_t *p = s->t->data + at * s->stride;
-        if (s->kind == KIND_E4M3 ? bad_8(p) : bad_16(p, s->kind == KIND_F16 ? 0x7c00 : 0x7f80))
+    uint64_t end = at + n, step = CHECKED / KIND[s->kind].bytes;
+    for (; s->stride == KIND[s->kind].bytes && at + step <= end; at += step)
+        if (bytes_are_bad(s->kind, s->t->data + at * s->stride))
             return false;
-    }
     return first_bad(s, at, end - at) == end;
 }
 
@@ -149,7 +152,7 @@ int dn_weights_name_bad(const struct dn_model *m, const struct dn_linear *l, str
             return dn_err_set(err, DN_MODEL_FILE,
                               "%s: tensor \"%.200s\": %s [%" PRIu64 "][%" PRIu64 "] is %s, expected a number", m->path,
                               s->t->name, s->what, at / s->per_row, at % s->per_row * width,
-                              isnan(number_at(s, at)) ? "NaN" : "infinite");
+                              is_infinite(s->kind, bits_at(s, at)) ? "infinite" : "NaN");
     }
     return 0;
 }

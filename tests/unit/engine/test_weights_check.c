@@ -115,6 +115,48 @@ Test(weights_check, the_first_of_several_is_named)
     tiny_remove(folder);
 }
 
+/* ---- GGUF -------------------------------------------------------------------------------------------------------- */
+
+enum { DIM = 256, VOCAB = 160, DIVISORS = 32 };
+static uint8_t zero[VOCAB * DIM * 2];
+
+/* A model of one type whose ffn_gate has two bytes of another value; divisors of the rotary embedding, or NULL. */
+static const char *write_gguf(enum dn_tensor_type t, size_t at, uint16_t value, const float *divisor)
+{
+    static char path[64];
+    static const char *const matrix[] = {"attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"};
+    struct dn_gguf_writer w = {0};
+    struct dn_err err = {0};
+    float ones[DIM];
+    for (int i = 0; i < DIM; i++)
+        ones[i] = 1;
+    snprintf(path, sizeof path, "/tmp/dn_check_test.%ld.gguf", (long)getpid());
+    dn_gguf_write_string(&w, "general.architecture", "llama");
+    dn_gguf_write_u32(&w, "llama.block_count", 1);
+    dn_gguf_write_u32(&w, "llama.context_length", 512);
+    dn_gguf_write_u32(&w, "llama.embedding_length", DIM);
+    dn_gguf_write_u32(&w, "llama.feed_forward_length", DIM);
+    dn_gguf_write_u32(&w, "llama.attention.head_count", 4);
+    dn_gguf_write_f32(&w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
+    dn_gguf_write_tensor(&w, "token_embd.weight", DN_TT_BF16, VOCAB, DIM, zero);
+    dn_gguf_write_tensor(&w, "output_norm.weight", DN_TT_F32, 0, DIM, ones);
+    dn_gguf_write_tensor(&w, "blk.0.attn_norm.weight", DN_TT_F32, 0, DIM, ones);
+    dn_gguf_write_tensor(&w, "blk.0.ffn_norm.weight", DN_TT_F32, 0, DIM, ones);
+    for (size_t k = 0; k < sizeof matrix / sizeof *matrix; k++) {
+        char name[64];
+        snprintf(name, sizeof name, "blk.0.%s.weight", matrix[k]);
+        dn_gguf_write_tensor(&w, name, t, DIM, DIM, zero);
+    }
+    memcpy(zero + at, &value, 2);
+    dn_gguf_write_tensor(&w, "blk.0.ffn_gate.weight", t, DIM, DIM, zero);
+    memset(zero + at, 0, 2);
+    if (divisor)
+        dn_gguf_write_tensor(&w, "rope_freqs.weight", DN_TT_F32, 0, DIVISORS, divisor);
+    cr_assert_eq(dn_gguf_write_finish(&w, path, &err), 0, "%s", err.text);
+    dn_gguf_write_release(&w);
+    return path;
+}
+
 /* GGUF's blocks have their scales between the values. */
 Test(weights_check, scales_within_blocks)
 {
@@ -124,48 +166,41 @@ Test(weights_check, scales_within_blocks)
         const char *what;
     } bad[] = {{DN_TT_Q4_0, 0, "scale"}, {DN_TT_Q4_1, 0, "scale"},  {DN_TT_Q4_1, 2, "offset"}, {DN_TT_Q8_0, 0, "scale"},
                {DN_TT_Q4_K, 0, "scale"}, {DN_TT_Q4_K, 2, "offset"}, {DN_TT_Q6_K, 208, "scale"}};
-    enum { DIM = 256, VOCAB = 160 };
-    char path[64], want[256];
-    static uint8_t zero[VOCAB * DIM * 4];
-    float ones[DIM];
-    for (int i = 0; i < DIM; i++)
-        ones[i] = 1;
-    snprintf(path, sizeof path, "/tmp/dn_check_test.%ld.gguf", (long)getpid());
-    for (size_t i = 0; i <= sizeof bad / sizeof *bad; i++) {
-        const size_t n = sizeof bad / sizeof *bad;
-        enum dn_tensor_type t = bad[i % n].type;
-        const struct dn_tensor_type_info *info = dn_tensor_type_info(t);
-        size_t block = (size_t)3 * (DIM / info->block_values) + (info->block_values < DIM); /* of row 3 */
-        struct dn_gguf_writer w = {0};
-        struct dn_err err = {0};
-        static const char *const matrix[] = {"attn_q",   "attn_k", "attn_v",  "attn_output",
-                                             "ffn_gate", "ffn_up", "ffn_down"};
-        dn_gguf_write_string(&w, "general.architecture", "llama");
-        dn_gguf_write_u32(&w, "llama.block_count", 1);
-        dn_gguf_write_u32(&w, "llama.context_length", 512);
-        dn_gguf_write_u32(&w, "llama.embedding_length", DIM);
-        dn_gguf_write_u32(&w, "llama.feed_forward_length", DIM);
-        dn_gguf_write_u32(&w, "llama.attention.head_count", 4);
-        dn_gguf_write_f32(&w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
-        dn_gguf_write_tensor(&w, "token_embd.weight", DN_TT_BF16, VOCAB, DIM, zero);
-        dn_gguf_write_tensor(&w, "output_norm.weight", DN_TT_F32, 0, DIM, ones);
-        dn_gguf_write_tensor(&w, "blk.0.attn_norm.weight", DN_TT_F32, 0, DIM, ones);
-        dn_gguf_write_tensor(&w, "blk.0.ffn_norm.weight", DN_TT_F32, 0, DIM, ones);
-        for (size_t k = 0; k < sizeof matrix / sizeof *matrix; k++) {
-            char name[64];
-            uint16_t inf = 0xfc00;
-            if (k == 4 && i < n)
-                memcpy(zero + block * info->block_bytes + bad[i].at, &inf, 2);
-            snprintf(name, sizeof name, "blk.0.%s.weight", matrix[k]);
-            dn_gguf_write_tensor(&w, name, t, DIM, DIM, zero);
-            memset(zero, 0, sizeof zero);
-        }
-        cr_assert_eq(dn_gguf_write_finish(&w, path, &err), 0, "%s", err.text);
-        dn_gguf_write_release(&w);
+    char want[256];
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const struct dn_tensor_type_info *info = dn_tensor_type_info(bad[i].type);
+        bool small = info->block_values < DIM;
+        size_t block = (size_t)3 * (DIM / info->block_values) + small; /* of row 3 */
+        const char *path = write_gguf(bad[i].type, 0, 0, NULL);
+        cr_expect_str_eq(load(path, DN_WEIGHTS_AUTO, 2), "", "case %zu", i);
+        path = write_gguf(bad[i].type, block * info->block_bytes + bad[i].at, 0xfc00, NULL);
         snprintf(want, sizeof want,
                  "%s: tensor \"blk.0.ffn_gate.weight\": %s of the block at [3][%u] is infinite, expected a number",
-                 path, bad[i % n].what, info->block_values < DIM ? info->block_values : 0);
-        cr_expect_str_eq(load(path, DN_WEIGHTS_AUTO, 2), i < n ? want : "", "case %zu", i);
+                 path, bad[i].what, small ? info->block_values : 0);
+        cr_expect_str_eq(load(path, DN_WEIGHTS_AUTO, 2), want, "case %zu", i);
+        unlink(path);
+    }
+}
+
+Test(weights_check, divisors_of_the_rotary_embedding)
+{
+    static const struct {
+        float value;
+        const char *text;
+    } c[] = {{8, ""},
+             {0, ": tensor \"rope_freqs.weight\": value [31] is 0, expected more than 0"},
+             {-1, ": tensor \"rope_freqs.weight\": value [31] is -1, expected more than 0"},
+             {NAN, ": tensor \"rope_freqs.weight\": value [31] is NaN, expected a number"},
+             {INFINITY, ": tensor \"rope_freqs.weight\": value [31] is infinite, expected a number"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        float divisor[DIVISORS];
+        char want[256] = "";
+        for (int k = 0; k < DIVISORS; k++)
+            divisor[k] = k == DIVISORS - 1 ? c[i].value : 1;
+        const char *path = write_gguf(DN_TT_Q8_0, 0, 0, divisor);
+        if (c[i].text[0])
+            snprintf(want, sizeof want, "%s%s", path, c[i].text);
+        cr_expect_str_eq(load(path, DN_WEIGHTS_AUTO, 1), want);
         unlink(path);
     }
 }

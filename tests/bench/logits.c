@@ -71,7 +71,7 @@ struct result {
     uint32_t right, of;
 };
 
-static void die(const struct dn_err *err)
+static _Noreturn void die(const struct dn_err *err)
 {
     fprintf(stderr, "logits: %s\n", err->text);
     exit(1);
@@ -284,7 +284,7 @@ static void judge(struct run *r, const struct prompt *p, uint32_t row, uint32_t 
     e->passed = !same && margin > e->passed ? margin : e->passed;
 }
 
-/* Tokens [from, to) of a prompt's text, in chunks. */
+/* The first `to` tokens of a prompt's text, in chunks. */
 static void prefill(struct run *r, struct sequence *q, const struct prompt *p, uint32_t to, struct result *e)
 {
     for (uint32_t at = 0, n; at < to; at += n) {

@@ -11,7 +11,8 @@
 #   model     of carry.sh --model alone: SmolLM2's logits against transformers, a question, `dunlin bench decode`
 # Every program has a time limit, and each of [kernels engine clients logits], sanitize, bench and model one in all, so
 # that machines that are lent by the minute do not run on. Ends with one table; logs in $DN_LOGS (default
-# /tmp/dunlin-gpu, and a copy as $OUT/gpu-logs.tgz). Exit status: how many failed. Without a GPU what needs one is skipped, and the table says so.
+# /tmp/dunlin-gpu, and a copy as $OUT/gpu-logs.tgz). Exit status: how many failed. Without a GPU what needs one is
+# skipped, and the table says so.
 cd "$(dirname "$0")" || exit 1
 here=$PWD
 logs=${DN_LOGS:-/tmp/dunlin-gpu}

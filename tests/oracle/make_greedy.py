@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 N_GREEDY = 512
 PROMPTS = {
     "mini-kimi": ["text", "long", "560-656", "1400-1424"],
-    "mini-kimi-int4": ["text", "long", "560-656", "1400-1424"],
+    "mini-kimi-int4": ["text", "long", "760-784", "1560-1584"],
 }
 
 

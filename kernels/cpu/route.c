@@ -9,8 +9,8 @@ struct call {
 /* The best of what was offered, largest first; of equals the one that came first. */
 struct best {
     uint32_t n, most;
-    float value[DN_MAX_EXPERTS];
-    uint32_t id[DN_MAX_EXPERTS];
+    float *value; /* [most] */
+    int32_t *id;  /* [most] */
 };
 
 static void offer(struct best *b, float value, uint32_t id)
@@ -24,67 +24,72 @@ static void offer(struct best *b, float value, uint32_t id)
         b->id[at] = b->id[at - 1];
     }
     b->value[at] = value;
-    b->id[at] = id;
+    b->id[at] = (int32_t)id;
 }
 
-/* Sum of the two best choices of a group. */
-static float group_value(const float *choice, uint32_t n)
+static float score_of(float logit)
+{
+    return 1.0f / (1.0f + expf(-logit));
+}
+
+/* A NaN has an order, so that ids stay distinct. */
+static float choice_of(const struct dn_route *p, const float *logit, uint32_t i)
+{
+    float choice = p->bias ? score_of(logit[i]) + p->bias[i] : score_of(logit[i]);
+    return isnan(choice) ? -INFINITY : choice;
+}
+
+/* Sum of the two best choices of the group of n experts from `from` on. */
+static float group_value(const struct dn_route *p, const float *logit, uint32_t from, uint32_t n)
 {
     float first = -INFINITY, second = -INFINITY;
     for (uint32_t i = 0; i < n; i++) {
-        if (choice[i] > first) {
+        float choice = choice_of(p, logit, from + i);
+        if (choice > first) {
             second = first;
-            first = choice[i];
-        } else if (choice[i] > second) {
-            second = choice[i];
+            first = choice;
+        } else if (choice > second) {
+            second = choice;
         }
     }
     return n > 1 ? first + second : first;
 }
 
-/* Which groups stay: keep [n_groups] */
-static void choose_groups(const struct dn_route *p, const float *choice, bool *keep)
+/* Which groups stay: a bit of keep each. */
+static void choose_groups(const struct dn_route *p, const float *logit, uint64_t *keep)
 {
+    float value[DN_MAX_EXPERTS];
+    int32_t id[DN_MAX_EXPERTS];
+    struct best groups = {.most = p->top_groups, .value = value, .id = id};
     uint32_t size = p->n_experts / p->n_groups;
-    struct best groups;
-    groups.n = 0;
-    groups.most = p->top_groups;
-    for (uint32_t g = 0; g < p->n_groups; g++) {
-        keep[g] = false;
-        offer(&groups, group_value(choice + (size_t)g * size, size), g);
-    }
+    for (uint32_t g = 0; g < p->n_groups; g++)
+        offer(&groups, group_value(p, logit, g * size, size), g);
     for (uint32_t i = 0; i < groups.n; i++)
-        keep[groups.id[i]] = true;
+        keep[id[i] / 64] |= 1ull << (id[i] % 64);
 }
 
 static void token(const struct dn_route *p, const float *logit, int32_t *expert, float *weight)
 {
-    float score[DN_MAX_EXPERTS] = {0}, choice[DN_MAX_EXPERTS] = {0};
-    bool keep[DN_MAX_EXPERTS] = {true}, nan = false;
-    const uint32_t n_experts = p->n_experts, top_k = p->top_k,
-                   size = p->n_groups > 1 ? n_experts / p->n_groups : n_experts;
-    DN_BUG_ON(size == 0 || n_experts == 0 || n_experts > DN_MAX_EXPERTS || top_k == 0 || top_k > n_experts);
-    for (uint32_t i = 0; i < n_experts; i++) {
-        score[i] = 1.0f / (1.0f + expf(-logit[i]));
-        choice[i] = p->bias ? score[i] + p->bias[i] : score[i];
+    uint64_t keep[DN_MAX_EXPERTS / 64] = {0};
+    bool grouped = p->n_groups > 1, nan = false;
+    uint32_t size = grouped ? p->n_experts / p->n_groups : p->n_experts;
+    DN_BUG_ON(size == 0);
+    if (grouped)
+        choose_groups(p, logit, keep);
+    struct best top = {.most = p->top_k, .value = weight, .id = expert};
+    for (uint32_t i = 0; i < p->n_experts; i++) {
+        uint32_t g = i / size;
         nan = nan || isnan(logit[i]);
-        choice[i] = isnan(choice[i]) ? -INFINITY : choice[i]; /* has an order, so that ids stay distinct */
-    }
-    if (p->n_groups > 1)
-        choose_groups(p, choice, keep);
-    struct best top = {.most = top_k};
-    for (uint32_t i = 0; i < n_experts; i++) {
-        if (keep[i / size])
-            offer(&top, choice[i], i);
+        if (!grouped || (keep[g / 64] >> g % 64 & 1))
+            offer(&top, choice_of(p, logit, i), i);
     }
     float sum = 0.0f;
-    for (uint32_t k = 0; k < top_k; k++)
-        sum += score[top.id[k]];
-    for (uint32_t k = 0; k < top_k; k++) {
-        float w = score[top.id[k]];
-        expert[k] = (int32_t)top.id[k];
-        weight[k] = nan ? NAN : (p->normalise ? w / (sum + 1e-20f) : w) * p->scale;
+    for (uint32_t k = 0; k < p->top_k; k++) {
+        weight[k] = score_of(logit[expert[k]]);
+        sum += weight[k];
     }
+    for (uint32_t k = 0; k < p->top_k; k++)
+        weight[k] = nan ? NAN : (p->normalise ? weight[k] / (sum + 1e-20f) : weight[k]) * p->scale;
 }
 
 static void tokens(void *arg, size_t begin, size_t end, unsigned part)

@@ -199,8 +199,8 @@ int dn_pool_check_context(uint32_t context_tokens, const struct dn_model *model,
 {
     if (context_tokens <= model->hyper.context_tokens)
         return 0;
-    return dn_err_set(err, DN_CONFIG, "%s: --ctx %u: the model has a context of %u tokens", model->path,
-                      context_tokens, model->hyper.context_tokens);
+    return dn_err_set(err, DN_CONFIG, "%s: --ctx %u: the model has a context of %u tokens", model->path, context_tokens,
+                      model->hyper.context_tokens);
 }
 
 int dn_pool_open_device(const struct dn_pool_conf *conf, const struct dn_model *model, struct dn_pool **out,

@@ -227,6 +227,12 @@ struct dn_device_conf {
     uint32_t n_slots, n_vocab; /* token counts for penalties: [n_slots][n_vocab] */
 };
 
+/* The sizes of a model that operations may be particular about. 0: it has no such thing. */
+struct dn_model_sizes {
+    uint32_t n_heads, n_kv_heads, head_dim, rotary_dim;
+    uint32_t latent_dim, nope_dim, rope_dim, v_dim; /* MLA */
+};
+
 struct dn_device {
     const struct dn_kernels *ops; /* first member of every backend's own struct */
 };
@@ -295,11 +301,14 @@ int dn_kernels_open_cpu(const struct dn_device_conf *conf, struct dn_device **ou
 /* Backends in shared libraries. The library exports this struct under the name "dn_backend"; the number must be the
  * program's own, since every struct above is shared by layout. A loaded library stays loaded: device code may have
  * threads of its own. */
-enum { DN_KERNELS_ABI = 5 };
+enum { DN_KERNELS_ABI = 6 };
 struct dn_backend {
     uint32_t abi;         /* DN_KERNELS_ABI */
     const char *name;     /* "cuda" */
     uint32_t page_tokens; /* dn_kernels.page_tokens of its devices: limits are chosen before one is open */
+    /* Whether it computes models of these sizes at all; asked before a device is open and weights are loaded. Which
+     * matrices it takes is matrix_bytes()' to say. -DN_CONFIG names the size and what would be right. NULL: all. */
+    int (*supports)(const struct dn_step_limits *limits, const struct dn_model_sizes *m, struct dn_err *err);
     int (*open)(const struct dn_device_conf *conf, struct dn_device **out, struct dn_err *err);
     /* For people: what this backend sees on the machine, a line for the driver and one for each device, with what would
      * go wrong and its remedy. Opens nothing. May be NULL. */

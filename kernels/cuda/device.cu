@@ -8,6 +8,9 @@
  * large ones: the driver's own way for them is one at a time and slower than the bus.
  */
 #include "kernels/cuda/own.cuh"
+extern "C" {
+#include "kernels/cuda/supports.h"
+}
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,7 +23,6 @@ enum {
     DIRECT_BYTES = 64 << 10,
     UPLOAD_THREADS = 4,
     LARGE_BYTES = 64 << 20,
-    PAGE_TOKENS = 64,
     MAX_TOKENS = 65535 /* of a step: blocks of a grid in y */
 };
 
@@ -438,14 +440,23 @@ static void driver_release(char *text, size_t n)
         fclose(f);
 }
 
+/* "" or what is missing in the library's code for a device. */
+static void slow_code(int capability, int arch, char *text, size_t n)
+{
+    text[0] = 0;
+    if (arch / 10 < capability / 10)
+        snprintf(text, n, "; built without sm_%d%s: slow kernels", capability, capability == 90 ? "a" : "");
+}
+
 static void describe(const struct dn_device *d, char *text, size_t n)
 {
     const struct dn_cuda *c = (const struct dn_cuda *)d;
-    char release[32];
+    char release[32], slow[64];
     driver_release(release, sizeof release);
-    snprintf(text, n, "%s, sm_%d, %.0f GiB, driver %s, CUDA %d.%d", c->own->name, c->arch,
+    slow_code(c->own->capability, c->arch, slow, sizeof slow);
+    snprintf(text, n, "%s, sm_%d, %.0f GiB, driver %s, CUDA %d.%d%s", c->own->name, c->own->capability,
              (double)c->own->total_bytes / (1 << 30), release[0] ? release : "unknown", c->own->driver / 1000,
-             c->own->driver % 1000 / 10);
+             c->own->driver % 1000 / 10, slow);
 }
 
 static void close_device(struct dn_device *d)
@@ -475,7 +486,7 @@ static const struct dn_kernels *table(void)
     static struct dn_kernels t;
     t.name = "cuda";
     t.act_bytes = 2;
-    t.page_tokens = PAGE_TOKENS;
+    t.page_tokens = DN_CUDA_PAGE_TOKENS;
     t.splits_steps = t.asynchronous = true;
     t.close = close_device;
     t.describe = describe;
@@ -510,8 +521,6 @@ static const struct dn_kernels *table(void)
     t.read_rate = dn_cuda_read_rate;
     return &t;
 }
-
-static __global__ void probe() {}
 
 /* Why there is no device to use, as a sentence that says what to do. */
 static int explain(cudaError_t e, int index, const char *name, int arch, struct dn_err *err)
@@ -555,14 +564,13 @@ static int open_parts(struct dn_cuda *c, struct dn_err *err)
         return explain(e, index, "", 0, err);
     snprintf(own->name, sizeof own->name, "%s", prop.name);
     own->total_bytes = prop.totalGlobalMem;
-    c->arch = prop.major * 10 + prop.minor;
+    own->capability = prop.major * 10 + prop.minor;
     c->n_sms = prop.multiProcessorCount;
     c->shared_bytes = prop.sharedMemPerBlockOptin;
     cudaDriverGetVersion(&own->driver);
-    cudaFuncAttributes attr;
-    if ((e = cudaSetDevice(index)) != cudaSuccess || (e = cudaFree(NULL)) != cudaSuccess ||
-        (e = cudaFuncGetAttributes(&attr, probe)) != cudaSuccess)
-        return explain(e, index, own->name, c->arch, err);
+    if ((e = cudaSetDevice(index)) != cudaSuccess || (e = dn_cuda_compiled(&c->code, &c->arch)) != cudaSuccess ||
+        (e = dn_cuda_load()) != cudaSuccess)
+        return explain(e, index, own->name, own->capability, err);
     int rc = dn_cuda_step_open(c, err);
     if (rc)
         return rc;
@@ -606,10 +614,10 @@ typedef void survey_line(void *ctx, bool usable, const char *text);
 
 static void survey_device(int i, survey_line *line, void *ctx)
 {
-    char text[512];
+    char text[512], slow[64];
     struct dn_err err = {};
     cudaDeviceProp prop;
-    cudaFuncAttributes attr;
+    int code, arch;
     size_t available = 0, total = 0;
     cudaError_t e = cudaGetDeviceProperties(&prop, i);
     if (e != cudaSuccess) {
@@ -617,16 +625,17 @@ static void survey_device(int i, survey_line *line, void *ctx)
         line(ctx, false, err.text);
         return;
     }
-    int arch = prop.major * 10 + prop.minor;
-    if ((e = cudaSetDevice(i)) != cudaSuccess || (e = cudaFuncGetAttributes(&attr, probe)) != cudaSuccess ||
+    int capability = prop.major * 10 + prop.minor;
+    if ((e = cudaSetDevice(i)) != cudaSuccess || (e = dn_cuda_compiled(&code, &arch)) != cudaSuccess ||
         (e = cudaMemGetInfo(&available, &total)) != cudaSuccess) {
-        explain(e, i, prop.name, arch, &err);
+        explain(e, i, prop.name, capability, &err);
         line(ctx, false, err.text);
         return;
     }
     bool little = available < total / 2;
-    snprintf(text, sizeof text, "device %d: %s, sm_%d, %.1f of %.1f GiB free%s", i, prop.name, arch,
-             (double)available / (1 << 30), (double)total / (1 << 30),
+    slow_code(capability, arch, slow, sizeof slow);
+    snprintf(text, sizeof text, "device %d: %s, sm_%d, %.1f of %.1f GiB free%s%s", i, prop.name, capability,
+             (double)available / (1 << 30), (double)total / (1 << 30), slow,
              little ? "; other programs hold the rest: end them, or set engine.kv_memory" : "");
     line(ctx, true, text);
     cudaDeviceReset(); /* nothing of it stays in use */
@@ -653,5 +662,5 @@ static void survey(survey_line *line, void *ctx)
         survey_device(i, line, ctx);
 }
 
-extern "C" __attribute__((visibility("default")))
-const struct dn_backend dn_backend = {DN_KERNELS_ABI, "cuda", PAGE_TOKENS, open_device, survey};
+extern "C" __attribute__((visibility("default"))) const struct dn_backend dn_backend = {
+    DN_KERNELS_ABI, "cuda", DN_CUDA_PAGE_TOKENS, dn_cuda_supports, open_device, survey};

@@ -1,8 +1,9 @@
 /* The CUDA backend's device: what every operation of it knows. kernels.h says what the operations do.
  *
  * For: the .cu files of this folder. device.cu opens the device and has the table, step.cu uploads the step's arrays,
- * records and replays graphs. An operation is one function dn_cuda_<op>() in the file of its name: it chooses a kernel
- * and launches it on dn_cuda.stream with dn_launch(). It never allocates, synchronises or reads device memory.
+ * records and replays graphs, load.cu loads kernels. An operation is one function dn_cuda_<op>(), in the file that the
+ * list at the end says: it chooses a kernel and launches it on dn_cuda.stream with dn_launch(). It never allocates,
+ * synchronises or reads device memory.
  *
  * Sizes: kernels take the numbers of tokens, sequences and rows from device memory (dn_cuda_step.count), since a
  * recorded launch serves every step of its bucket. Grids are made for dn_cuda.n_tokens etc.: in a decode step the
@@ -48,20 +49,23 @@ enum { DN_CUDA_COUNTERS = 1 << 16 };
 struct dn_cuda {
     struct dn_device base;
     struct dn_device_conf conf;
-    int n_sms, arch;     /* arch: 90 = sm_90 */
+    int n_sms;
+    int code;            /* what the kernels that run on it were compiled for: 90 = sm_90 or sm_90a */
+    int arch;            /* which of them to choose: as code, but 80 where that is sm_90 without wgmma (no "a") */
     size_t shared_bytes; /* most that a block may opt in to */
     cudaStream_t stream; /* all operations; while check_tags() is called, the stream of its branch */
 
     /* The step that operations are being called for. */
     enum dn_step_kind kind;
     uint32_t n_tokens, n_seqs, n_rows; /* what grids are made for; >= the counts in device memory */
-    uint32_t max_pages; /* of one sequence: a bound, in decode steps the limit's */
+    uint32_t max_pages;                /* of one sequence: a bound, in decode steps the limit's */
     struct dn_cuda_step step;
-    bool measuring; /* prepare() wants sizes: dn_cuda_workspace() notes, dn_launch() does nothing */
+    bool measuring; /* prepare() wants sizes: dn_cuda_workspace() notes, dn_launch() does nothing; kernels were loaded
+                     * by open, and who calls others' (cuBLASLt) loads them now */
     bool failed;    /* dn_cuda_failed() was called: dn_launch() does nothing */
     bool plain;     /* the next launch follows more than its stream's last kernel: no programmatic launch */
 
-    uint16_t *token_counts;      /* [conf.n_slots][conf.n_vocab], DN_CUDA_COUNT_PROMPT | output count */
+    uint16_t *token_counts;      /* [conf.n_slots][conf.n_vocab], as sampling.h says */
     uint32_t *counters;          /* [DN_CUDA_COUNTERS] zero between operations: whoever counts up sets back to 0 */
     struct dn_cuda_private *own; /* device.cu, step.cu */
 };
@@ -71,8 +75,20 @@ static inline struct dn_cuda *dn_cuda(struct dn_device *d)
     return (struct dn_cuda *)d;
 }
 
-/* Token counts for penalties: bit 15 marks an id of the prompt, the rest counts it in the output, up to the maximum. */
-enum { DN_CUDA_COUNT_PROMPT = 0x8000, DN_CUDA_COUNT_MAX = 0x7fff };
+/* One for each file that includes this: load.cu finds and loads all of a file's kernels by this one. */
+struct dn_cuda_file {
+    struct dn_cuda_file *next;
+    const void *kernel;
+};
+extern struct dn_cuda_file *dn_cuda_files;
+static __global__ void dn_cuda_of_file() {}
+static __attribute__((constructor)) void dn_cuda_note_file()
+{
+    static struct dn_cuda_file file;
+    file.kernel = (const void *)dn_cuda_of_file;
+    file.next = dn_cuda_files;
+    dn_cuda_files = &file;
+}
 
 /* Scratch for the operation being called, 1024-byte aligned, contents undefined. The next operation gets the same
  * memory, so nothing may stay in it. Ask for the most that this step's sizes can need: prepare() measures with the

@@ -28,6 +28,7 @@ struct dn_cuda_private {
     char name[256]; /* of the device */
     uint64_t total_bytes;
     int driver;
+    int capability; /* 90: 9.0; dn_cuda.code may be less */
 
     pthread_mutex_t lock;
     cudaError_t error;
@@ -84,6 +85,10 @@ void dn_cuda_join_check(struct dn_cuda *c); /* what follows waits for the branch
 void dn_cuda_uses_pages(struct dn_cuda *c);
 /* tags.cu: counts the step's tokens for penalties, as kernels.h says of token_count. */
 void dn_cuda_count_tokens(struct dn_cuda *c);
+
+/* load.cu: dn_cuda.code and arch of the current device; loads all kernels for it. */
+cudaError_t dn_cuda_compiled(int *code, int *arch);
+cudaError_t dn_cuda_load();
 
 /* device.cu */
 void *dn_cuda_alloc(struct dn_device *d, size_t bytes);

@@ -728,7 +728,7 @@ void dn_cuda_sample_rows(struct dn_device *d, const struct dn_sample_rows *p)
     DN_BUG_ON(p->n_valid == 0 || p->n_valid > p->n_vocab || p->n_vocab > c->conf.n_vocab);
     if (c->n_rows == 0)
         return;
-    uint32_t n_blocks = c->arch >= 90 ? BLOCKS : 1, step = n_blocks * THREADS;
+    uint32_t n_blocks = c->code >= 90 ? BLOCKS : 1, step = n_blocks * THREADS;
     uint32_t per_lane = ((p->n_valid + step - 1) / step + 3) & ~3u;
     size_t values = (size_t)per_lane * THREADS * sizeof(float), shared = sizeof(struct shared);
     bool in_shared = per_lane * THREADS <= MAX_IN_SHARED && shared + values <= c->shared_bytes;

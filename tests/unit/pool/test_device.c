@@ -5,6 +5,7 @@
 #include "pool/pool.h"
 
 #include <criterion/criterion.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -90,5 +91,29 @@ Test(device, a_library_is_taken_by_auto_and_by_path)
     cr_assert_eq(open_pool(lost_library, m, &p, &err), 0, "%s", err.text);
     dn_pool_close(p);
     cr_assert_eq(open_pool(DN_SOURCE_DIR "/README.md", m, &p, &err), -DN_CONFIG);
+    dn_model_close(m);
+}
+
+/* Weights are large: what a backend does not compute is said before they are read. */
+Test(device, a_model_that_a_backend_does_not_support)
+{
+    struct dn_model *m = tiny();
+    struct dn_pool *p;
+    struct dn_err err = {0};
+    char sizes[96], same[16];
+    snprintf(sizes, sizeof sizes, "heads of %u values, steps of 2048 tokens: expected heads of 7", m->hyper.head_dim);
+    snprintf(same, sizeof same, "%u", m->hyper.head_dim);
+    setenv("DN_CUDA_LIBRARY", lost_library, 1);
+    setenv("DN_TEST_HEAD_DIM", "7", 1);
+    cr_assert_eq(open_pool("cuda", m, &p, &err), -DN_CONFIG);
+    cr_assert_str_eq(err.text, sizes);
+    cr_assert_eq(open_pool("auto", m, &p, &err), 0, "%s", err.text);
+    cr_assert_str_eq(p->device->ops->name, "cpu");
+    cr_assert_str_eq(p->no_gpu, sizes);
+    cr_assert_eq(p->conf.page_tokens, 16, "the CPU's defaults");
+    dn_pool_close(p);
+    setenv("DN_TEST_HEAD_DIM", same, 1);
+    cr_assert_eq(open_pool("cuda", m, &p, &err), 0, "%s", err.text);
+    dn_pool_close(p);
     dn_model_close(m);
 }

@@ -5,7 +5,8 @@
  * Rows of the matrix are unpacked in slabs of at most SLAB_BYTES into the workspace, [row][k] dense, and multiplied.
  * One algorithm for a shape, asked for once for 2,048 tokens and without split-K, serves every number of tokens: each
  * result then has its sum over k in one order. Bias: products go to f32 scratch (or the f32 output) and a kernel adds
- * it.
+ * it. While prepare() measures, each shape's product runs once on memory that is given back: cuBLASLt loads its kernels
+ * when they run first, and takes memory for them then.
  *
  * Workspace: slab | cuBLASLt's | f32 products if there is a bias and the output is bf16.
  *
@@ -125,6 +126,7 @@ static __global__ void __launch_bounds__(256)
 struct shape {
     uint32_t rows, n_in, n_out;
     bool f32;
+    bool ran; /* its kernel is loaded */
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t weights;
     cublasLtMatmulAlgo_t algo;
@@ -208,10 +210,10 @@ static bool ask(struct lt *l, struct shape *s)
     return ok;
 }
 
-static const struct shape *shape_of(struct lt *l, uint32_t rows, uint32_t n_in, uint32_t n_out, bool f32)
+static struct shape *shape_of(struct lt *l, uint32_t rows, uint32_t n_in, uint32_t n_out, bool f32)
 {
     for (uint32_t i = 0; i < l->n_shapes; i++) {
-        const struct shape *s = l->shape + i;
+        struct shape *s = l->shape + i;
         if (s->rows == rows && s->n_in == n_in && s->n_out == n_out && s->f32 == f32)
             return s;
     }
@@ -229,7 +231,7 @@ static const struct shape *shape_of(struct lt *l, uint32_t rows, uint32_t n_in, 
 }
 
 struct job {
-    const struct shape *shape;
+    struct shape *shape;
     const void *x, *weights;
     void *out, *workspace;
     uint32_t n;
@@ -247,6 +249,32 @@ static bool multiply(struct dn_cuda *c, struct lt *l, const struct job *j)
     if (out)
         cublasLtMatrixLayoutDestroy(out);
     return ok;
+}
+
+static size_t largest(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Runs a shape's product for n tokens and for one, on garbage: weights, activations and products in the same memory. */
+static bool rehearse(struct dn_cuda *c, struct lt *l, struct shape *s, uint32_t n)
+{
+    const size_t bytes =
+        largest(largest((size_t)s->rows * s->n_in * 2, (size_t)n * s->n_in * 2), (size_t)n * s->n_out * sizeof(float));
+    uint8_t *space = NULL;
+    if (s->ran)
+        return true;
+    dn_cuda_workspace(c, bytes + LT_BYTES); /* where there is no memory now, prepare() says so when it takes that */
+    if (cudaMalloc((void **)&space, bytes + LT_BYTES) != cudaSuccess) {
+        cudaGetLastError();
+        return true;
+    }
+    struct job j = {s, space, space, space, space + bytes, n};
+    s->ran = multiply(c, l, &j);
+    j.n = 1;
+    s->ran = s->ran && multiply(c, l, &j) && cudaStreamSynchronize(c->stream) == cudaSuccess;
+    cudaFree(space);
+    return s->ran;
 }
 
 /* ---- The operation ---- */
@@ -278,6 +306,8 @@ void dn_cuda_matmul_large(struct dn_cuda *c, const struct dn_matmul *p, uint32_t
         j.shape = shape_of(l, rows, w.n_in, n_out, f32);
         if (!j.shape)
             what = "cuBLASLt has no product for a matrix's shape";
+        else if (c->measuring && !rehearse(c, l, j.shape, n))
+            what = "cuBLASLt refuses its own product";
         if (what || c->measuring || c->failed)
             continue;
         launch_unpack(c, w, row0, rows, (__nv_bfloat16 *)space);

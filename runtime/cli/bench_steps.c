@@ -79,6 +79,7 @@ struct plan {
     struct dn_step_limits limits;
     uint64_t arena_bytes;
     uint64_t random;
+    const struct row *in_arrays; /* whose page tables the step's arrays hold */
 };
 
 /* ---- Rows ---- */
@@ -372,6 +373,7 @@ static void close_runner(struct plan *p)
         if (row->sample)
             memset(row->sample, 0, p->rounds * MAX_STEPS * sizeof *row->sample);
     }
+    p->in_arrays = NULL;
     dn_runner_close(p->r);
     dn_weights_close(p->w);
     if (p->device)
@@ -385,20 +387,22 @@ static void close_runner(struct plan *p)
 
 /* ---- Steps ---- */
 
+/* As the scheduler does: page tables that are in the arrays stay there. */
 static void add_seq(struct plan *p, const struct row *row, uint32_t q, uint32_t first, uint32_t n, uint32_t kv_len)
 {
     struct dn_step *s = dn_runner_arrays(p->r);
-    uint32_t pages = (kv_len + p->layout.page_tokens - 1) / p->layout.page_tokens, at = (uint32_t)s->page_start[q];
-    size_t own = (size_t)q * seq_pages(p, row);
+    uint32_t pages = seq_pages(p, row), at = q * pages;
     for (uint32_t i = 0; i < n; i++) {
         s->token_id[first + i] = (int32_t)(dn_bench_random(&p->random) % p->model->hyper.n_vocab);
         s->position[first + i] = (int32_t)(kv_len - n + i);
         s->token_seq[first + i] = (int32_t)q;
         s->token_count[first + i] = 0;
     }
-    memcpy(s->page + at, row->page + own, pages * sizeof *row->page);
-    memcpy(s->tag + at, row->tag + own, pages * sizeof *row->tag);
-    s->page_start[q + 1] = (int32_t)(at + pages);
+    if (p->in_arrays != row) {
+        memcpy(s->page + at, row->page + at, pages * sizeof *row->page);
+        memcpy(s->tag + at, row->tag + at, pages * sizeof *row->tag);
+    }
+    s->page_start[q] = (int32_t)at;
     s->token_start[q + 1] = (int32_t)(first + n);
     s->kv_len[q] = (int32_t)kv_len;
     s->slot[q] = -1;
@@ -425,12 +429,13 @@ static int run_step(struct plan *p, const struct row *row, uint32_t done, uint32
     s->n_tokens = row->batch * n;
     s->n_seqs = row->batch;
     s->n_rows = s->n_tags = s->tag_first = 0;
-    s->token_start[0] = s->page_start[0] = 0;
+    s->token_start[0] = 0;
     for (uint32_t q = 0; q < row->batch; q++) {
         add_seq(p, row, q, q * n, n, done + n);
         if (done + n == row->context)
             add_row(s, q * n + n - 1, q);
     }
+    p->in_arrays = row;
     uint64_t filled = dn_now_ns();
     dn_runner_start(p->r);
     uint64_t started = dn_now_ns();

@@ -2,6 +2,8 @@
  * what writing all of it anew would give. The device computes nothing: it compares, and invents tokens and faults. */
 #include "node.h"
 
+#include <stddef.h>
+
 enum { SEQS = 8, TURNS = 6000 };
 
 static struct node *node;
@@ -43,6 +45,30 @@ static void compare(const struct dn_step *s, uint32_t q)
     last[seq->slot].start = s->page_start[q];
 }
 
+/* How row i of the step is sampled: what the request asks for. */
+static void compare_row(const struct dn_step *s, uint32_t i)
+{
+    const struct dn_seq *seq = node->sched->batch.seq[s->token_seq[s->row_token[i]]];
+    const struct dn_sample *got = &s->sample[i], *want = &seq->req->sample;
+    uint32_t n_output = dn_seq_n_output(seq);
+    struct dn_sample x = *want;
+    x.counter = n_output;
+    x.slot = -1;
+    x.target = -1;
+    x.n_ban = 0;
+    if (i + 1 < seq->first_row + seq->step_rows || seq->n_computed + seq->step_tokens < seq->n_tokens) {
+        x.target = seq->token[s->position[s->row_token[i]] + 1]; /* a prompt token's log-probability */
+    } else {
+        x.slot = seq->counts ? seq->slot : -1;
+        for (size_t k = 0; k < node->model->n_eos && n_output < seq->req->min_tokens; k++)
+            x.ban[x.n_ban++] = node->model->eos_id[k];
+    }
+    cr_assert(memcmp(&x.temperature, &got->temperature, offsetof(struct dn_sample, slot)) == 0);
+    cr_assert(x.slot == got->slot && x.target == got->target && x.n_top == got->n_top && x.n_ban == got->n_ban);
+    cr_assert(memcmp(x.ban, got->ban, (size_t)x.n_ban * sizeof *x.ban) == 0);
+    cr_assert(x.seed == got->seed && x.counter == got->counter, "step %u, row %u", n_steps, i);
+}
+
 /* Places of tables don't meet, and the counts of them are right. */
 static void check_places(void)
 {
@@ -73,6 +99,8 @@ static bool step_begin(struct dn_device *d, uint32_t list)
         mixed = mixed || s->kv_format[q] != s->kv_format[0];
     }
     n_mixed += mixed;
+    for (uint32_t i = 0; i < s->n_rows; i++)
+        compare_row(s, i);
     check_places();
     n_gathered += node->sched->batch.pages_end < end;
     end = node->sched->batch.pages_end;
@@ -105,6 +133,9 @@ static void submit_random(uint32_t slot, uint32_t context)
     r->check = below(4) != 0;
     r->prompt_logprobs = below(8) == 0;
     r->sample.repetition = below(4) ? 1.0f : 1.1f;
+    r->sample.seed = below(1000);
+    r->min_tokens = below(4) ? 0 : 1 + below(8);
+    r->ignore_eos = below(2);
     submit(node, r);
 }
 

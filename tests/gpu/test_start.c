@@ -142,7 +142,8 @@ static void check_start(const char *config, enum dn_weight_format f)
            first / 1e3, second / 1e3, third / 1e3);
     fflush(stdout);
     expect_memory(n, "first prefill", &h);
-    cr_expect(first < 2 * second + 10e3, "the first prefill takes %.2f ms, the second %.2f", first / 1e3, second / 1e3);
+    cr_expect(first < 1.5 * second + 2e3, "the first prefill takes %.2f ms, the second %.2f", first / 1e3,
+              second / 1e3);
     /* Rows and tokens at which operations choose other kernels, both formats, both lists. */
     for (int i = 0; i < 4; i++) {
         static const uint32_t seqs[] = {1, 2, 3, 5, 8, 9, 16, 17, 24, 32, 33, 48, 64};

@@ -1,8 +1,8 @@
 /* What opening a runner promises: all memory is taken and all code is loaded, so that no step takes memory and the
  * first prefill is as fast as the next. Models without files, of a size at which every operation takes the kernels that
  * it takes for large ones; each in a process of its own, since what CUDA has loaded once stays. Nobody else may use the
- * GPU at the time, as with the tests that measure. On an H200, with kernels loaded when they run first, the first prefill
- * takes 24 ms instead of 2.5 (Kimi), 10 instead of 3.6 (Qwen2); for these kernels CUDA still had memory.
+ * GPU at the time, as with the tests that measure. On an H200, with kernels loaded when they run first, the first
+ * prefill takes 24 ms instead of 2.5 (Kimi), 10 instead of 3.6 (Qwen2); for these kernels CUDA still had memory.
  *
  * And what the device says it was built for: a library without sm_90a must say so on an H200.
  */

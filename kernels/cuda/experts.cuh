@@ -32,7 +32,7 @@
  * cost 12 % of the speed. Without arithmetic the copies alone reach 96 % of 4.65 TB/s, without copies the arithmetic
  * 108 %.
  *
- * Floor: bytes of the touched experts at 4.65 TB/s. Reached (kernels/README.md has the table): INT4, 384 experts of
+ * Floor: bytes of the touched experts at 4.65 TB/s. Reached (README.md has the table): INT4, 384 experts of
  * 7168 x 2048, 8 a token: 71 % for one token, 80 to 86 % for 2 to 32, 72 to 81 % for 64; FP8 77 to 89 %; prefill of
  * 2,048 tokens 165 TFLOP/s.
  */

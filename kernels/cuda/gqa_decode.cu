@@ -23,7 +23,7 @@
  * Shared memory: queries [3][16][D + 8] 16-bit, states, items, barriers | stages | dropped O [8][heads][D + 8] f32 |
  * first items of the sequences.
  *
- * Floor: bytes of K and V (and scales) of all tokens at 4.65 TB/s. What was reached: kernels/README.md.
+ * Floor: bytes of K and V (and scales) of all tokens at 4.65 TB/s. What was reached: README.md.
  */
 #include "kernels/cuda/gqa.cuh"
 

@@ -14,9 +14,11 @@
  * touches pages, the sampler or the end of the step joins it. The launch after a join, and the first of a stream, is no
  * programmatic one: such an edge knows one predecessor.
  *
- * On an H200 at batch 64 with 8k tokens each the host hands a step over in 7 to 10 us: checks 0.6, copy 2, graph 5,
- * event 1.3; from caches that hold other things 29 us, after 30 ms of sleep 95. It has an empty one's results after 17
- * us. A chain of 2,400 small kernels takes 1.4 us a kernel as a graph, 3.2 us eagerly.
+ * On an H200 at batch 64 with 8k tokens each the host hands a step over in 8 to 13 us: checks 0.6, copy 2, graph 5,
+ * event 1.3; after 64 MiB of other reads 20 to 63 us, most of it the driver's, after 30 ms of sleep 95 to 121. It has
+ * an empty step's results after 17 us. A chain of 2,400 small kernels takes 1.4 us a kernel as a graph, 3.2 us eagerly.
+ * With what the scheduler does since the end of the step before (bench_host 64 40 cuda, median of each run): 17 to 24
+ * us, 39 to 56 after other reads; other machines of that kind took up to 84 and 145.
  */
 #include "kernels/cuda/own.cuh"
 

@@ -82,6 +82,27 @@ static double median_row(void)
     return row[TINY_TOKENS / 2];
 }
 
+/* Of kinds that run on a GPU, whose activations are bf16: twice what was measured on an H200, of absorbed and expanded.
+ * The mean holds rows where an expert is another, the median has none of them. Means of weights in other formats are
+ * [format][KV format]. */
+static const struct gpu_bound {
+    int kind;
+    double median, mean, format_mean[DN_W_FORMATS][DN_KV_FORMATS];
+} GPU_BOUND[] = {
+    {6, 0.12, 0.28, {{0.28, 0.68}, {1.36, 1.43}, {0.38, 0.77}, {1.96, 1.96}}},
+    {7, 0.057, 0.1, {{0.1, 0.42}, {0.49, 0.61}, {0.24, 0.54}, {1.67, 1.65}}},
+    {8, 0.117, 0.19, {{0.19, 0.5}, {1.09, 1.17}, {0.27, 0.58}, {1.68, 1.67}}},
+};
+
+static const struct gpu_bound *gpu_bound_of(int kind)
+{
+    for (size_t i = 0; i < sizeof GPU_BOUND / sizeof *GPU_BOUND; i++)
+        if (GPU_BOUND[i].kind == kind)
+            return &GPU_BOUND[i];
+    cr_assert_fail("no bound for kind %d", kind);
+    return NULL;
+}
+
 static void compare_kind(int kind)
 {
     struct fixture f;
@@ -94,7 +115,8 @@ static void compare_kind(int kind)
         printf("%-14s %-8s: mean logit error %.6f, median of rows %.6f, max %.5f\n", d->name,
                absorbed ? "absorbed" : "expanded", mean, median_row(), max);
         if (fixture_is_gpu()) {
-            cr_expect_lt(median_row(), 0.1, "%s", d->name);
+            cr_expect_lt(median_row(), gpu_bound_of(kind)->median, "%s", d->name);
+            cr_expect_lt(mean, gpu_bound_of(kind)->mean, "%s", d->name);
             continue;
         }
         /* A latent whose value lies between two of bf16 falls to either side: 1e-3 of an error. */
@@ -196,7 +218,10 @@ Test(forward_kimi, weights_in_every_format)
             }
             printf("%-10s weights %-4s: mean logit error %.5f, with fp8 KV %.5f\n", KIMI_KIND[kind].name,
                    dn_weight_format_name((enum dn_weight_format)format), mean[0], mean[1]);
-            cr_expect_lt(mean[0], bound[format] + (fixture_is_gpu() ? 0.5 : 0), "%s", KIMI_KIND[kind].name);
+            for (int kv = 0; kv < DN_KV_FORMATS && fixture_is_gpu(); kv++)
+                cr_expect_lt(mean[kv], gpu_bound_of(kind)->format_mean[format][kv], "%s", KIMI_KIND[kind].name);
+            if (!fixture_is_gpu())
+                cr_expect_lt(mean[0], bound[format], "%s", KIMI_KIND[kind].name);
             fixture_close(&f);
         }
     }

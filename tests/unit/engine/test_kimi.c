@@ -140,29 +140,32 @@ static void compare_text(struct fixture *f, const json_t *text, size_t stride, e
     }
 }
 
-/* Bounds on the mean and the largest error: twice what was measured. Logits have a spread of about 4; the largest
- * errors are where a near tie of two experts falls the other way. */
+/* Bounds on the mean and the largest error, [KV format]: twice what was measured. Logits have a spread of about 4; the
+ * largest errors are where a near tie of two experts falls the other way. A GPU's activations are bf16, which adds a
+ * hundredth: seen where cache and weights are not rounded, else lost in that (an H200's of prefill, and of decode at
+ * other positions: tests/bench/logits.c). */
 static const struct bound {
     const char *model;
     int format;
-    double mean[DN_KV_FORMATS], max[DN_KV_FORMATS];
+    struct {
+        double mean[DN_KV_FORMATS], max[DN_KV_FORMATS];
+    } cpu, gpu;
 } BOUND[] = {
-    {"mini-kimi", DN_WEIGHTS_AUTO, {0.015, 0.24}, {0.11, 4.5}},
-    {"mini-kimi", DN_W_BF16, {0.015, 0.24}, {0.11, 4.5}},
-    {"mini-kimi", DN_W_FP8, {0.62, 0.64}, {4.7, 8.2}},
-    {"mini-kimi", DN_W_INT8, {0.07, 0.27}, {0.44, 4.1}},
-    {"mini-kimi", DN_W_INT4, {0.93, 0.96}, {8.7, 10}},
-    {"mini-kimi-int4", DN_WEIGHTS_AUTO, {0.031, 0.16}, {0.58, 0.79}},
-    {"mini-kimi-int4", DN_W_BF16, {0.033, 0.17}, {0.59, 0.79}},
-    {"mini-kimi-int4", DN_W_FP8, {0.48, 0.49}, {3, 3.1}},
-    {"mini-kimi-int4", DN_W_INT8, {0.16, 0.26}, {2.7, 2.6}},
-    {"mini-kimi-int4", DN_W_INT4, {0.75, 0.76}, {4.5, 4.3}},
+    {"mini-kimi", DN_WEIGHTS_AUTO, {{0.015, 0.24}, {0.11, 4.5}}, {{0.05, 0.24}, {0.75, 4.7}}},
+    {"mini-kimi", DN_W_BF16, {{0.015, 0.24}, {0.11, 4.5}}, {{0.05, 0.24}, {0.75, 4.7}}},
+    {"mini-kimi", DN_W_FP8, {{0.62, 0.64}, {4.7, 8.2}}, {{0.62, 0.64}, {7.8, 8.2}}},
+    {"mini-kimi", DN_W_INT8, {{0.07, 0.27}, {0.44, 4.1}}, {{0.09, 0.27}, {0.85, 5}}},
+    {"mini-kimi", DN_W_INT4, {{0.93, 0.96}, {8.7, 10}}, {{0.94, 0.97}, {8.8, 10.6}}},
+    {"mini-kimi-int4", DN_WEIGHTS_AUTO, {{0.031, 0.16}, {0.58, 0.79}}, {{0.06, 0.17}, {0.6, 0.87}}},
+    {"mini-kimi-int4", DN_W_BF16, {{0.033, 0.17}, {0.59, 0.79}}, {{0.06, 0.17}, {0.6, 0.87}}},
+    {"mini-kimi-int4", DN_W_FP8, {{0.48, 0.49}, {3, 3.1}}, {{0.48, 0.49}, {3.2, 3.3}}},
+    {"mini-kimi-int4", DN_W_INT8, {{0.16, 0.26}, {2.7, 2.6}}, {{0.16, 0.26}, {2.7, 2.9}}},
+    {"mini-kimi-int4", DN_W_INT4, {{0.75, 0.76}, {4.5, 4.3}}, {{0.75, 0.76}, {4.6, 4.6}}},
 };
 
-/* A GPU's activations are bf16: what that adds. */
-static double slack(double x)
+static double here(double cpu, double gpu)
 {
-    return fixture_is_gpu() ? x : 0;
+    return fixture_is_gpu() ? gpu : cpu;
 }
 
 static const struct bound *bound_of(const char *model, int format)
@@ -193,8 +196,8 @@ static void compare_format(const char *name, int format)
             printf("%-14s weights %-4s kv %-8s %-7s: mean logit error %.5f, max %.4f, experts %u of %u\n", name,
                    dn_weights_format_name(format), dn_kv_format_name((enum dn_kv_format)kv),
                    absorbed ? "decode" : "prefill", mean, e.max, e.experts_right, e.experts);
-            cr_expect_lt(mean, bound->mean[kv] + slack(0.2));
-            cr_expect_lt(e.max, bound->max[kv] + slack(4));
+            cr_expect_lt(mean, here(bound->cpu.mean[kv], bound->gpu.mean[kv]));
+            cr_expect_lt(e.max, here(bound->cpu.max[kv], bound->gpu.max[kv]));
         }
     }
     fixture_close(&f);
@@ -252,7 +255,9 @@ static void follow_greedy(struct fixture *f, const int32_t *prompt, uint32_t n_p
     }
 }
 
-static void follow_all(const char *name, int format, double level)
+/* level, [KV format]: the largest margin that may be passed over. On a GPU twice the largest of the CPU's here and of
+ * what tests/bench/logits.c says of other texts on an H200. */
+static void follow_all(const char *name, int format, const double level[DN_KV_FORMATS])
 {
     const char *path = mini_path(name);
     if (path == NULL)
@@ -276,7 +281,7 @@ static void follow_all(const char *name, int format, double level)
         printf("%-14s weights %-4s kv %-8s: best token %u of %u; largest margin passed over %.4f\n", name,
                dn_weights_format_name(format), dn_kv_format_name((enum dn_kv_format)kv), right, n, passed);
         cr_expect_eq(n, 512);
-        cr_expect_leq(passed, (kv == DN_KV_BF16 ? level : level + 0.8) + slack(0.5));
+        cr_expect_leq(passed, level[kv]);
     }
     fixture_close(&f);
     json_decref(reference);
@@ -284,15 +289,15 @@ static void follow_all(const char *name, int format, double level)
 
 Test(kimi, greedy_text_is_that_of_transformers)
 {
-    follow_all("mini-kimi", DN_WEIGHTS_AUTO, 0.02);
-    follow_all("mini-kimi-int4", DN_WEIGHTS_AUTO, 0.02);
+    follow_all("mini-kimi", DN_WEIGHTS_AUTO, (double[]){here(0.02, 0.05), here(0.82, 0.55)});
+    follow_all("mini-kimi-int4", DN_WEIGHTS_AUTO, (double[]){here(0.02, 0.21), here(0.82, 1.1)});
 }
 
 Test(kimi, greedy_text_with_rounded_weights_stays_near)
 {
-    follow_all("mini-kimi", DN_W_FP8, 1);
-    follow_all("mini-kimi", DN_W_INT8, 1);
-    follow_all("mini-kimi", DN_W_INT4, 2);
+    follow_all("mini-kimi", DN_W_FP8, (double[]){here(1, 1.25), here(1.8, 2.1)});
+    follow_all("mini-kimi", DN_W_INT8, (double[]){here(1, 0.1), here(1.8, 0.55)});
+    follow_all("mini-kimi", DN_W_INT4, (double[]){here(2, 2.5), here(2.8, 3.3)});
 }
 
 /* ---- The reference that comes with the models -------------------------------------------------------------------- */
@@ -353,8 +358,8 @@ static void compare_published(struct fixture *f, const json_t *prompt)
            e.experts_right, e.experts, right, n_greedy);
     printf(right < n_greedy ? ", then a margin of %.4f\n" : "\n", margin);
     cr_expect_eq(e.n, 4 * 20);
-    cr_expect_lt(e.max, 0.15 + slack(3));
-    cr_expect(right == n_greedy || margin < 0.05 + slack(0.5), "%s", name);
+    cr_expect_lt(e.max, here(0.15, 0.75));
+    cr_expect(right == n_greedy || margin < here(0.05, 0.21), "%s", name);
 }
 
 static void compare_published_model(const char *name)

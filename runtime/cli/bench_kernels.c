@@ -55,6 +55,7 @@ struct bench {
     void (*call)(struct bench *b, uint32_t copy);
     uint32_t n_copies, n_calls; /* of the step being prepared or run */
     bool preparing;
+    uint32_t n_rows; /* reported */
 
     /* Of the case at hand. */
     struct dn_matrix w[MAX_COPIES], w2;
@@ -216,6 +217,7 @@ static int report(struct bench *b, const char *op, const char *what, double byte
     if (code != 0)
         return code;
     double us = dn_bench_quantile(each, STEPS, 0.5);
+    b->n_rows++;
     struct dn_bench_table *t = &b->table;
     dn_bench_text(t, b->shape->name);
     dn_bench_text(t, op);
@@ -688,12 +690,16 @@ static void reset_step(struct bench *b)
     }
 }
 
+static const char gpu_shapes[] = "kimi-k2,llama-8b", cpu_shapes[] = "small-mla,small-gqa";
+
 struct options {
     const char *shapes, *weights, *kv, *batch, *context, *filter, *device, *threads, *csv;
 };
 
 struct plan {
-    struct dn_bench_list shapes, weights, kv;
+    struct dn_bench_list weights, kv;
+    const struct shapes *shape[DN_BENCH_MAX_LIST];
+    size_t n_shapes;
     uint32_t batch[DN_BENCH_MAX_LIST], context[DN_BENCH_MAX_LIST];
     size_t n_batch, n_context;
     uint64_t threads;
@@ -733,10 +739,63 @@ static int run_shape(struct bench *b, const struct plan *p, struct dn_err *err)
     return code;
 }
 
+static int parse_shapes(const char *text, struct plan *p, struct dn_err *err)
+{
+    struct dn_bench_list l;
+    int code = dn_bench_split("shapes", text, &l, err);
+    p->n_shapes = 0;
+    for (size_t i = 0; i < l.n && code == 0; i++) {
+        for (size_t k = 0; k < sizeof known / sizeof *known; k++)
+            if (strcmp(known[k].name, l.text[i]) == 0)
+                p->shape[p->n_shapes++] = &known[k];
+        if (p->n_shapes == i)
+            code =
+                dn_err_set(err, DN_CONFIG, "--shapes %s: expected kimi-k2, llama-8b, small-mla, small-gqa", l.text[i]);
+    }
+    free(l.copy);
+    return code;
+}
+
+/* Operations, and which shapes have them. */
+static const struct {
+    const char *name;
+    enum { OF_ALL, OF_MLA, OF_GQA, OF_EXPERTS } of;
+} operations[] = {{"matmul", OF_ALL},     {"group_matmul", OF_MLA}, {"experts", OF_EXPERTS},   {"route", OF_EXPERTS},
+                  {"attention", OF_GQA},  {"qkv_write", OF_GQA},    {"mla_attention", OF_MLA}, {"mla_write", OF_MLA},
+                  {"check_tags", OF_ALL}, {"rmsnorm", OF_ALL},      {"norm_act", OF_MLA},      {"silu_mul", OF_ALL},
+                  {"embed", OF_ALL},      {"sample_rows", OF_ALL}};
+
+static bool has_operation(const struct shapes *s, size_t i)
+{
+    return operations[i].of == OF_ALL || (operations[i].of == OF_MLA && s->latent) ||
+           (operations[i].of == OF_GQA && !s->latent) || (operations[i].of == OF_EXPERTS && s->n_experts);
+}
+
+/* Whether --filter names an operation of one of the shapes. */
+static int check_filter(const char *filter, const struct plan *p, struct dn_err *err)
+{
+    struct dn_buf names = {0};
+    int code = filter ? -DN_CONFIG : 0;
+    for (size_t i = 0; i < sizeof operations / sizeof *operations && code != 0; i++) {
+        bool there = false;
+        for (size_t k = 0; k < p->n_shapes; k++)
+            there = there || has_operation(p->shape[k], i);
+        if (there && strstr(operations[i].name, filter))
+            code = 0;
+        if (there)
+            dn_buf_printf(&names, "%s%s", names.len ? ", " : "", operations[i].name);
+    }
+    if (code != 0)
+        dn_err_set(err, DN_CONFIG, "--filter %s: expected a part of %s", filter, dn_buf_str(&names));
+    dn_buf_release(&names);
+    return code;
+}
+
 static int parse(const struct options *o, struct plan *p, struct dn_err *err)
 {
     int code;
-    if ((code = dn_bench_split("weights", o->weights, &p->weights, err)) ||
+    if ((code = parse_shapes(o->shapes ? o->shapes : gpu_shapes, p, err)) ||
+        (code = dn_bench_split("weights", o->weights, &p->weights, err)) ||
         (code = dn_bench_split("kv", o->kv, &p->kv, err)) ||
         (code = dn_args_uint(o->threads, "threads", 0, 1024, false, &p->threads, err)) ||
         (code = dn_bench_numbers("batch", o->batch, 256, p->batch, &p->n_batch, err)) ||
@@ -763,14 +822,22 @@ static int open_all(struct bench *b, const struct options *o, struct plan *p, st
         .n_threads = (unsigned)p->threads,
         .limits = {.tokens = batch, .seqs = batch, .rows = batch, .pages = batch * (context / 16 + 1), .tags = 1},
         .n_vocab = known[0].n_vocab};
-    int code = dn_bench_open_device(o->device, &dc, &b->d, &gpu, err);
-    if (code == 0)
-        code = dn_bench_split("shapes",
-                              o->shapes ? o->shapes
-                              : gpu < 0 ? "small-mla,small-gqa"
-                                        : "kimi-k2,llama-8b",
-                              &p->shapes, err);
-    if (code != 0)
+    struct dn_model_sizes sizes[DN_BENCH_MAX_LIST];
+    for (size_t i = 0; i < p->n_shapes; i++) {
+        const struct shapes *s = p->shape[i];
+        sizes[i] = (struct dn_model_sizes){.n_heads = s->n_heads,
+                                           .n_kv_heads = s->n_kv_heads,
+                                           .head_dim = s->head_dim,
+                                           .rotary_dim = s->head_dim,
+                                           .latent_dim = s->latent,
+                                           .nope_dim = s->nope,
+                                           .rope_dim = s->rope,
+                                           .v_dim = s->v_dim};
+    }
+    int code = dn_bench_open_device(o->device, &dc, sizes, p->n_shapes, &b->d, &gpu, err);
+    if (code == 0 && !o->shapes && gpu < 0)
+        code = parse_shapes(cpu_shapes, p, err);
+    if (code != 0 || (code = check_filter(o->filter, p, err)) != 0)
         return code;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     b->n_threads = p->threads ? (unsigned)p->threads : cores > 0 ? (unsigned)cores : 1;
@@ -806,25 +873,28 @@ static const struct dn_bench_column columns[] = {{"SHAPES", "shapes", -9}, {"OPE
 static int run(struct bench *b, const struct options *o, struct dn_err *err)
 {
     struct plan p = {0};
+    struct dn_err close_err;
     int code = parse(o, &p, err);
+    if (code == 0)
+        code = dn_bench_table_open(&b->table, columns, o->csv, err);
     if (code == 0)
         code = open_all(b, o, &p, err);
     if (code == 0)
-        code = dn_bench_table_open(&b->table, columns, o->csv, err);
-    for (size_t i = 0; i < p.shapes.n && code == 0; i++) {
-        b->shape = NULL;
-        for (size_t k = 0; k < sizeof known / sizeof *known; k++)
-            if (strcmp(known[k].name, p.shapes.text[i]) == 0)
-                b->shape = &known[k];
-        code = b->shape ? run_shape(b, &p, err)
-                        : dn_err_set(err, DN_CONFIG, "--shapes %s: expected kimi-k2, llama-8b, small-mla, small-gqa",
-                                     p.shapes.text[i]);
+        dn_bench_table_head(&b->table);
+    for (size_t i = 0; i < p.n_shapes && code == 0; i++) {
+        b->shape = p.shape[i];
+        code = run_shape(b, &p, err);
     }
-    dn_bench_table_close(&b->table);
+    if (code == 0 && b->n_rows == 0)
+        code = dn_err_set(err, DN_CONFIG, "nothing was measured%s%s", o->filter ? ": --filter " : "",
+                          o->filter ? o->filter : "");
+    if (dn_bench_table_close(&b->table, &close_err) != 0 && code == 0) {
+        *err = close_err;
+        code = -DN_IO;
+    }
     if (b->d)
         b->d->ops->close(b->d);
     free(b->noise);
-    free(p.shapes.copy);
     free(p.weights.copy);
     free(p.kv.copy);
     return code;
@@ -846,7 +916,7 @@ int dn_bench_kernels(int argc, char **argv)
         {"batch", "LIST", "[1,16,64]", &o.batch, NULL},
         {"context", "LIST", "tokens of each sequence [8k]", &o.context, NULL},
         {"device", "NAME", "auto, cpu, cuda or cuda:N [auto]", &o.device, NULL},
-        {"threads", "N", "of the CPU [all cores]", &o.threads, NULL},
+        {"threads", "N", "of the CPU; 0: all cores [0]", &o.threads, NULL},
         {"csv", "FILE", "the table as comma-separated values, too", &o.csv, NULL},
         {NULL, NULL, NULL, NULL, NULL},
     };

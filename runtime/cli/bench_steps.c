@@ -60,6 +60,7 @@ struct plan {
     bool prefill;
     const char *model_path, *synthetic;
     uint64_t n_layers, chunk, rounds, ms, threads;
+    bool own_context; /* asked for, not the defaults */
     struct dn_bench_list weights;
     enum kv_mode kv[KV_MODES];
     bool check[2];
@@ -113,43 +114,99 @@ static int parse_modes(struct plan *p, const struct options *o, struct dn_err *e
     return code;
 }
 
+static int parse_weights(struct plan *p, const struct options *o, struct dn_err *err)
+{
+    const char *text = o->weights ? o->weights : o->synthetic ? "int4" : "auto";
+    int code = dn_bench_split("weights", text, &p->weights, err);
+    for (size_t i = 0; i < p->weights.n && code == 0; i++) {
+        enum dn_weight_format f;
+        int format;
+        if (p->synthetic && (dn_weight_format_parse(p->weights.text[i], &f) != 0 || f == DN_W_INT8))
+            code = dn_err_set(err, DN_CONFIG, "--weights %s: expected int4, fp8 and bf16", p->weights.text[i]);
+        if (!p->synthetic && dn_weights_format_parse(p->weights.text[i], &format) != 0)
+            code =
+                dn_err_set(err, DN_CONFIG, "--weights %s: expected auto, bf16, fp8, int8 or int4", p->weights.text[i]);
+    }
+    return code;
+}
+
+/* Every combination, but for "mixed" where there is no other sequence to mix with. */
+static int make_rows(struct plan *p, struct dn_err *err)
+{
+    uint32_t n_left_out = 0;
+    for (size_t c = 0; c < p->n_context; c++)
+        for (size_t b = 0; b < p->n_batch; b++)
+            for (size_t k = 0; k < p->n_kv; k++)
+                for (size_t i = 0; i < p->n_check; i++) {
+                    uint32_t batch = p->prefill ? 1 : p->batch[b];
+                    if (p->kv[k] == KV_MIXED && batch == 1) {
+                        n_left_out++;
+                        continue;
+                    }
+                    if (p->n_rows == MAX_ROWS)
+                        return dn_err_set(err, DN_CONFIG, "more than %d rows", MAX_ROWS);
+                    p->row[p->n_rows++] =
+                        (struct row){.kv = p->kv[k], .check = p->check[i], .batch = batch, .context = p->context[c]};
+                }
+    if (p->n_rows == 0)
+        return dn_err_set(err, DN_CONFIG, "--kv mixed: one sequence%s has one format: expected %s",
+                          p->prefill ? " of a prefill" : "", p->prefill ? "bf16 or fp8" : "a --batch of 2 or more");
+    if (n_left_out)
+        printf("# mixed with a batch of 1 is bf16: %u rows left out\n", n_left_out);
+    return 0;
+}
+
 static int parse(struct plan *p, const struct options *o, const struct dn_args *args, struct dn_err *err)
 {
     int code;
     p->synthetic = o->synthetic;
     p->model_path = args->n_positional ? args->positional[0] : NULL;
+    p->own_context = o->context != NULL;
     if (args->n_positional + (o->synthetic != NULL) != 1)
         return dn_err_set(err, DN_CONFIG, "expected MODEL or --synthetic CONFIG.json");
     if (o->layers && !o->synthetic)
         return dn_err_set(err, DN_CONFIG, "--layers: only with --synthetic");
-    if ((code =
-             dn_args_uint(o->layers ? o->layers : "0", "layers", 0, DN_MODEL_MAX_LAYERS, false, &p->n_layers, err)) ||
+    if ((o->layers && (code = dn_args_uint(o->layers, "layers", 1, DN_MODEL_MAX_LAYERS, false, &p->n_layers, err))) ||
         (code = dn_args_uint(o->chunk, "chunk", 1, 1 << 16, true, &p->chunk, err)) ||
         (code = dn_args_uint(o->rounds, "rounds", 1, MAX_ROUNDS, false, &p->rounds, err)) ||
         (code = dn_args_uint(o->ms, "ms", 1, 60000, false, &p->ms, err)) ||
         (code = dn_args_uint(o->threads, "threads", 0, 1024, false, &p->threads, err)) ||
         (code = dn_bench_numbers("batch", o->batch, MAX_BATCH, p->batch, &p->n_batch, err)) ||
-        (code = dn_bench_numbers("context", o->context, 1 << 24, p->context, &p->n_context, err)) ||
-        (code = parse_modes(p, o, err)) ||
-        (code = dn_bench_split("weights",
-                               o->weights     ? o->weights
-                               : o->synthetic ? "int4"
-                                              : "auto",
-                               &p->weights, err)))
+        (code = dn_bench_numbers("context",
+                                 p->own_context ? o->context
+                                 : p->prefill   ? "1k,8k"
+                                                : "1k,8k,32k",
+                                 1 << 24, p->context, &p->n_context, err)) ||
+        (code = parse_modes(p, o, err)) || (code = parse_weights(p, o, err)))
         return code;
     if (p->prefill)
         p->n_batch = 1; /* one prompt at a time */
-    for (size_t c = 0; c < p->n_context; c++)
-        for (size_t b = 0; b < p->n_batch; b++)
-            for (size_t k = 0; k < p->n_kv; k++)
-                for (size_t i = 0; i < p->n_check; i++) {
-                    if (p->n_rows == MAX_ROWS)
-                        return dn_err_set(err, DN_CONFIG, "more than %d rows", MAX_ROWS);
-                    p->row[p->n_rows++] = (struct row){.kv = p->kv[k],
-                                                       .check = p->check[i],
-                                                       .batch = p->prefill ? 1 : p->batch[b],
-                                                       .context = p->context[c]};
-                }
+    return make_rows(p, err);
+}
+
+/* Contexts that the model does not have: an error if a person asked for them, else left out. */
+static int fit_contexts(struct plan *p, struct dn_err *err)
+{
+    uint32_t has = p->model->hyper.context_tokens, smallest = UINT32_MAX;
+    size_t n = 0;
+    for (size_t c = 0; c < p->n_context; c++) {
+        uint32_t context = p->context[c];
+        smallest = context < smallest ? context : smallest;
+        if (context <= has)
+            continue;
+        if (p->own_context)
+            return dn_err_set(err, DN_CONFIG, "--context %u: the model has a context of %u tokens", context, has);
+        printf("# context %u left out: the model has %u tokens\n", context, has);
+    }
+    for (size_t i = 0; i < p->n_rows; i++) {
+        struct row row = p->row[i];
+        p->row[i] = (struct row){0};
+        if (smallest > has && row.context == smallest)
+            row.context = has; /* better than nothing */
+        if (row.context <= has)
+            p->row[n++] = row;
+    }
+    p->n_rows = n;
     return 0;
 }
 
@@ -213,11 +270,17 @@ static void on_progress(void *ctx, uint64_t done, uint64_t total)
 static int open_model(struct plan *p, const char *weights, struct dn_err *err)
 {
     enum dn_weight_format f = DN_W_INT4;
+    int code = 0;
     if (!p->synthetic)
-        return dn_model_open(p->model_path, &p->model, err);
-    if (dn_weight_format_parse(weights, &f) != 0)
-        return dn_err_set(err, DN_CONFIG, "--weights %s: expected int4, fp8 and bf16", weights);
-    return dn_synthetic_open(p->synthetic, (uint32_t)p->n_layers, f, &p->model, err);
+        code = dn_model_open(p->model_path, &p->model, err);
+    else if ((code = dn_weight_format_parse(weights, &f)) == 0)
+        code = dn_synthetic_open(p->synthetic, (uint32_t)p->n_layers, f, &p->model, err);
+    return code;
+}
+
+static uint32_t page_tokens_of(const struct plan *p)
+{
+    return p->device->ops->page_tokens ? p->device->ops->page_tokens : 16;
 }
 
 /* The arena that the largest rows need. Formats have slabs of their own: steps write, and what one format has written
@@ -226,7 +289,7 @@ static int choose_arena(struct plan *p, struct dn_err *err)
 {
     const struct dn_hyper *h = &p->model->hyper;
     const uint64_t slab_target = 16 << 20;
-    uint32_t page_tokens = p->device->ops->page_tokens ? p->device->ops->page_tokens : 16;
+    uint32_t page_tokens = page_tokens_of(p);
     int code =
         h->latent_dim > 0
             ? dn_kv_layout_init_mla(&p->layout, h->n_layers, h->latent_dim, h->rope_dim, page_tokens, slab_target)
@@ -296,41 +359,48 @@ static void fill_arena(struct plan *p)
 /* Twice: how long a page is, only an open device tells. */
 static int open_device(struct plan *p, const struct options *o, struct dn_err *err)
 {
+    const struct dn_hyper *h = &p->model->hyper;
+    const struct dn_model_sizes sizes = {.n_heads = h->n_heads,
+                                         .n_kv_heads = h->n_kv_heads,
+                                         .head_dim = h->head_dim,
+                                         .rotary_dim = h->rotary_dim,
+                                         .latent_dim = h->latent_dim,
+                                         .nope_dim = h->nope_dim,
+                                         .rope_dim = h->rope_dim,
+                                         .v_dim = h->v_dim};
     struct dn_step_limits limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1, .tags = 1};
+    for (size_t i = 0; i < p->n_rows; i++)
+        limits.seqs = p->row[i].batch > limits.seqs ? p->row[i].batch : limits.seqs;
+    limits.tokens = limits.rows = limits.pages = limits.seqs;
     struct dn_device_conf dc = {.n_threads = 1, .limits = limits, .n_vocab = 1};
-    int code = dn_bench_open_device(o->device, &dc, &p->device, &p->gpu, err);
+    int code = dn_bench_open_device(o->device, &dc, &sizes, 1, &p->device, &p->gpu, err);
     if (code != 0)
         return code;
-    uint32_t page_tokens = p->device->ops->page_tokens ? p->device->ops->page_tokens : 16;
+    uint32_t page_tokens = page_tokens_of(p);
     p->device->ops->close(p->device);
     p->device = NULL;
     uint64_t pages = 0;
-    limits.tokens = p->prefill ? (uint32_t)p->chunk : 1;
     for (size_t i = 0; i < p->n_rows; i++) {
         const struct row *row = &p->row[i];
         uint32_t each = (row->context + page_tokens - 1) / page_tokens;
         uint64_t n = (uint64_t)row->batch * each;
         pages = n > pages ? n : pages;
-        limits.seqs = row->batch > limits.seqs ? row->batch : limits.seqs;
         limits.seq_pages = each > limits.seq_pages ? each : limits.seq_pages;
     }
     if (pages > 1 << 24)
         return dn_err_set(err, DN_CONFIG, "%llu pages, expected at most %d", (unsigned long long)pages, 1 << 24);
     limits.pages = (uint32_t)pages;
-    limits.rows = limits.seqs;
-    limits.tokens = limits.tokens > limits.seqs ? limits.tokens : limits.seqs;
+    limits.tokens = p->prefill && p->chunk > limits.seqs ? (uint32_t)p->chunk : limits.seqs;
     p->limits = limits;
-    dc = (struct dn_device_conf){
-        .n_threads = (unsigned)p->threads, .limits = limits, .n_vocab = p->model->hyper.n_vocab};
-    return dn_bench_open_device(o->device, &dc, &p->device, &p->gpu, err);
+    dc = (struct dn_device_conf){.n_threads = (unsigned)p->threads, .limits = limits, .n_vocab = h->n_vocab};
+    return dn_bench_open_device(o->device, &dc, &sizes, 1, &p->device, &p->gpu, err);
 }
 
 static int open_runner(struct plan *p, const struct options *o, const char *weights, struct dn_err *err)
 {
-    int format = DN_WEIGHTS_AUTO, code;
-    if (!p->synthetic && dn_weights_format_parse(weights, &format) != 0)
-        return dn_err_set(err, DN_CONFIG, "--weights %s: expected auto, bf16, fp8, int8 or int4", weights);
-    if ((code = open_device(p, o, err)) != 0)
+    int format = DN_WEIGHTS_AUTO;
+    int code = p->synthetic ? 0 : dn_weights_format_parse(weights, &format);
+    if (code != 0 || (code = open_device(p, o, err)) != 0)
         return code;
     if (p->read_rate == 0)
         p->read_rate = p->device->ops->read_rate(p->device, p->gpu >= 0 ? (size_t)4 << 30 : (size_t)256 << 20);
@@ -351,9 +421,6 @@ static int open_runner(struct plan *p, const struct options *o, const char *weig
     rc.limits = p->limits;
     for (size_t i = 0; i < p->n_rows; i++)
         rc.context_tokens = p->row[i].context > rc.context_tokens ? p->row[i].context : rc.context_tokens;
-    if (rc.context_tokens > p->model->hyper.context_tokens)
-        return dn_err_set(err, DN_CONFIG, "--context %u: the model has %u", rc.context_tokens,
-                          p->model->hyper.context_tokens);
     if ((code = dn_runner_open(p->device, p->w, &rc, &p->r, err)) != 0)
         return code;
     fill_arena(p);
@@ -581,26 +648,75 @@ static void print_row(struct plan *p, struct row *row, const char *weights, stru
     dn_bench_number(t, 1, p->gpu >= 0 ? quantile(row, offsetof(struct sample, start_us), 0.5) : NAN);
 }
 
+/* Rounds over all rows; a row is printed as soon as its last round is over, and when stopped what was measured. */
+static int run_rows(struct plan *p, const char *weights, struct dn_bench_table *t, struct dn_err *err)
+{
+    int code = 0;
+    size_t n_printed = 0;
+    for (uint64_t round = 0; round < p->rounds && code == 0 && !dn_bench_stopped(); round++)
+        for (size_t i = 0; i < p->n_rows && code == 0 && !dn_bench_stopped(); i++) {
+            code = measure(p, &p->row[i], err);
+            if (code == 0 && round + 1 == p->rounds)
+                print_row(p, &p->row[n_printed++], weights, t);
+        }
+    for (; code == 0 && n_printed < p->n_rows; n_printed++)
+        if (p->row[n_printed].n)
+            print_row(p, &p->row[n_printed], weights, t);
+    if (code == 0 && dn_bench_stopped())
+        code = dn_err_set(err, DN_CANCELLED, "stopped by a signal: not all rounds, or not all rows");
+    return code;
+}
+
 static int run_weights(struct plan *p, const struct options *o, size_t index, struct dn_bench_table *t,
                        struct dn_err *err)
 {
     const char *weights = p->weights.text[index];
     int code = open_model(p, weights, err);
+    if (code == 0 && index == 0)
+        code = fit_contexts(p, err);
+    for (size_t i = 0; i < p->n_rows && code == 0 && index == 0; i++)
+        p->row[i].sample = dn_alloc0(p->rounds * MAX_STEPS, sizeof *p->row[i].sample);
     if (code == 0)
         code = open_runner(p, o, weights, err);
-    if (code == 0 && !t->column) {
-        dn_bench_print_head(p->device, p->read_rate, p->gpu);
-        code = dn_bench_table_open(t, columns, o->csv, err);
+    if (code == 0) {
+        if (!t->has_head)
+            dn_bench_print_head(p->device, p->read_rate, p->gpu);
+        dn_bench_table_head(t);
+        dn_bench_catch_stop(true);
+        code = run_rows(p, weights, t, err);
+        dn_bench_catch_stop(false);
     }
-    for (uint64_t round = 0; round < p->rounds && code == 0; round++)
-        for (size_t i = 0; i < p->n_rows && code == 0; i++)
-            code = measure(p, &p->row[i], err);
-    for (size_t i = 0; i < p->n_rows && code == 0; i++)
-        print_row(p, &p->row[i], weights, t);
     if (code == 0)
         dn_bench_print_clocks(p->gpu);
     close_runner(p);
     return code;
+}
+
+static int run(const struct options *o, const struct dn_args *args, bool prefill)
+{
+    struct plan *p = dn_alloc0(1, sizeof *p);
+    struct dn_bench_table t = {0};
+    struct dn_err err = {0};
+    p->prefill = prefill;
+    int code = parse(p, o, args, &err);
+    if (code == 0)
+        code = dn_bench_table_open(&t, columns, o->csv, &err);
+    for (size_t i = 0; i < p->weights.n && code == 0; i++)
+        code = run_weights(p, o, i, &t, &err);
+    close_runner(p);
+    struct dn_err close_err;
+    if (dn_bench_table_close(&t, &close_err) != 0 && code == 0) {
+        err = close_err;
+        code = -DN_IO;
+    }
+    for (size_t i = 0; i < p->n_rows; i++)
+        free(p->row[i].sample);
+    free(p->weights.copy);
+    free(p);
+    if (code == 0)
+        return DN_EXIT_OK;
+    fprintf(stderr, "dunlin: %s\n", err.text);
+    return err.code == DN_CONFIG ? DN_EXIT_USAGE : DN_EXIT_FAILED;
 }
 
 int dn_bench_steps(int argc, char **argv, bool prefill)
@@ -608,7 +724,6 @@ int dn_bench_steps(int argc, char **argv, bool prefill)
     struct options o = {.kv = "bf16",
                         .integrity = "tag",
                         .batch = "1,8,16,32,64",
-                        .context = prefill ? "1k,8k" : "1k,8k,32k",
                         .chunk = "2k",
                         .rounds = "5",
                         .ms = "50",
@@ -616,17 +731,17 @@ int dn_bench_steps(int argc, char **argv, bool prefill)
                         .threads = "0"};
     const struct dn_flag flag[] = {
         {"synthetic", "CONFIG.json", "random weights of these sizes instead of a MODEL", &o.synthetic, NULL},
-        {"layers", "N", "of a synthetic model [all]", &o.layers, NULL},
+        {"layers", "N", "of a synthetic model, the first N [all]", &o.layers, NULL},
         {"weights", "LIST", "auto, bf16, fp8, int8, int4 [auto; synthetic: int4]", &o.weights, NULL},
-        {"kv", "LIST", "bf16, fp8, mixed (half of the sequences each) [bf16]", &o.kv, NULL},
+        {"kv", "LIST", "bf16, fp8, mixed (half of the sequences each, from 2 on) [bf16]", &o.kv, NULL},
         {"integrity", "LIST", "off, tag [tag]", &o.integrity, NULL},
         {"batch", "LIST", "sequences of a decode step [1,8,16,32,64]", &o.batch, NULL},
-        {"context", "LIST", "tokens [1k,8k,32k; prefill: 1k,8k]", &o.context, NULL},
+        {"context", "LIST", "tokens [1k,8k,32k; prefill: 1k,8k; those that the model has]", &o.context, NULL},
         {"chunk", "TOKENS", "of a prefill step [2k]", &o.chunk, NULL},
         {"rounds", "N", "[5]", &o.rounds, NULL},
         {"ms", "N", "of a row in a round [50]", &o.ms, NULL},
         {"device", "NAME", "auto, cpu, cuda or cuda:N [auto]", &o.device, NULL},
-        {"threads", "N", "of the CPU [all cores]", &o.threads, NULL},
+        {"threads", "N", "of the CPU; 0: all cores [0]", &o.threads, NULL},
         {"csv", "FILE", "the table as comma-separated values, too", &o.csv, NULL},
         {NULL, NULL, NULL, NULL, NULL},
     };
@@ -639,22 +754,5 @@ int dn_bench_steps(int argc, char **argv, bool prefill)
     }
     if (help)
         return DN_EXIT_OK;
-    struct plan *p = dn_alloc0(1, sizeof *p);
-    struct dn_bench_table t = {0};
-    p->prefill = prefill;
-    int code = parse(p, &o, &args, &err);
-    for (size_t i = 0; i < p->n_rows && code == 0; i++)
-        p->row[i].sample = dn_alloc0(p->rounds * MAX_STEPS, sizeof *p->row[i].sample);
-    for (size_t i = 0; i < p->weights.n && code == 0; i++)
-        code = run_weights(p, &o, i, &t, &err);
-    close_runner(p);
-    dn_bench_table_close(&t);
-    for (size_t i = 0; i < p->n_rows; i++)
-        free(p->row[i].sample);
-    free(p->weights.copy);
-    free(p);
-    if (code == 0)
-        return DN_EXIT_OK;
-    fprintf(stderr, "dunlin: %s\n", err.text);
-    return err.code == DN_CONFIG ? DN_EXIT_USAGE : DN_EXIT_FAILED;
+    return run(&o, &args, prefill);
 }

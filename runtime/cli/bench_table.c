@@ -8,8 +8,10 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <math.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #ifndef DN_COMMIT
 #define DN_COMMIT "unknown"
@@ -41,8 +43,18 @@ int dn_bench_numbers(const char *flag, const char *text, uint64_t max, uint32_t 
     return code;
 }
 
-int dn_bench_open_device(const char *name, const struct dn_device_conf *conf, struct dn_device **out, int *index,
-                         struct dn_err *err)
+static int open_library(const char *path, const struct dn_device_conf *conf, const struct dn_model_sizes *sizes,
+                        size_t n_sizes, struct dn_device **out, struct dn_err *err)
+{
+    const struct dn_backend *b;
+    int code = dn_kernels_load_library(path, &b, err);
+    for (size_t i = 0; i < n_sizes && code == 0 && b->supports; i++)
+        code = b->supports(&conf->limits, &sizes[i], err);
+    return code ? code : b->open(conf, out, err);
+}
+
+int dn_bench_open_device(const char *name, const struct dn_device_conf *conf, const struct dn_model_sizes *sizes,
+                         size_t n_sizes, struct dn_device **out, int *index, struct dn_err *err)
 {
     struct dn_device_choice choice;
     struct dn_device_conf dc = *conf;
@@ -56,14 +68,17 @@ int dn_bench_open_device(const char *name, const struct dn_device_conf *conf, st
     dc.index = choice.index;
     code = choice.path ? 0 : dn_device_library(path, sizeof path, err);
     if (code == 0)
-        code = dn_kernels_open_library(choice.path ? choice.path : path, &dc, out, err);
+        code = open_library(choice.path ? choice.path : path, &dc, sizes, n_sizes, out, err);
     if (code == 0) {
         *index = choice.index;
         return 0;
     }
     if (choice.kind != DN_DEVICE_AUTO)
         return code;
-    fprintf(stderr, "# on the CPU: %s\n", err->text);
+    static bool is_said; /* who opens twice need not hear it twice */
+    if (!is_said)
+        fprintf(stderr, "# on the CPU: %s\n", err->text);
+    is_said = true;
     *err = (struct dn_err){0};
     return dn_kernels_open_cpu(&dc, out, err);
 }
@@ -73,24 +88,41 @@ int dn_bench_open_device(const char *name, const struct dn_device_conf *conf, st
 int dn_bench_table_open(struct dn_bench_table *t, const struct dn_bench_column *column, const char *csv_path,
                         struct dn_err *err)
 {
-    *t = (struct dn_bench_table){.column = column};
-    if (csv_path && !(t->csv = fopen(csv_path, "we")))
+    *t = (struct dn_bench_table){.column = column, .csv_path = csv_path};
+    if (csv_path && !(t->csv = fopen(csv_path, "ae")))
         return dn_err_set(err, DN_IO, "--csv %s: %s", csv_path, strerror(errno));
-    for (size_t i = 0; column[i].name; i++) {
-        const char *space = column[i + 1].name ? "  " : "\n";
-        printf("%*s%s", column[i].width, column[i].name, space);
-        if (t->csv)
-            fprintf(t->csv, "%s%s", column[i].csv, column[i + 1].name ? "," : "\n");
-    }
-    fflush(stdout);
     return 0;
 }
 
-void dn_bench_table_close(struct dn_bench_table *t)
+void dn_bench_table_head(struct dn_bench_table *t)
 {
+    const struct dn_bench_column *column = t->column;
+    if (t->has_head)
+        return;
+    t->has_head = true;
+    if (t->csv && ftruncate(fileno(t->csv), 0) != 0 && errno != EINVAL) /* EINVAL: a pipe, a terminal */
+        fprintf(stderr, "# --csv %s: appended to what it holds: %s\n", t->csv_path, strerror(errno));
+    for (size_t i = 0; column[i].name; i++) {
+        bool is_last = !column[i + 1].name;
+        printf("%*s%s", column[i].width, column[i].name, is_last ? "\n" : "  ");
+        if (t->csv)
+            fprintf(t->csv, "%s%s", column[i].csv, is_last ? "\n" : ",");
+    }
+    fflush(stdout);
     if (t->csv)
-        fclose(t->csv);
+        fflush(t->csv);
+}
+
+int dn_bench_table_close(struct dn_bench_table *t, struct dn_err *err)
+{
+    FILE *csv = t->csv;
     t->csv = NULL;
+    if (!csv)
+        return 0;
+    bool failed = ferror(csv) != 0;
+    if (fclose(csv) == 0 && !failed)
+        return 0;
+    return dn_err_set(err, DN_IO, "--csv %s: not all of it could be written", t->csv_path);
 }
 
 static void cell(struct dn_bench_table *t, const char *shown, const char *stored)
@@ -101,8 +133,11 @@ static void cell(struct dn_bench_table *t, const char *shown, const char *stored
     if (t->csv)
         fprintf(t->csv, "%s%s", stored, is_last ? "\n" : ",");
     t->at = is_last ? 0 : t->at + 1;
-    if (is_last)
-        fflush(stdout);
+    if (!is_last)
+        return;
+    fflush(stdout);
+    if (t->csv)
+        fflush(t->csv);
 }
 
 void dn_bench_text(struct dn_bench_table *t, const char *text)
@@ -177,6 +212,31 @@ void dn_bench_print_head(const struct dn_device *d, double read_rate, int index)
     if (read_rate > 0)
         printf("# memory can be read at %.*f GB/s (measured now)\n", read_rate < 1e11 ? 1 : 0, read_rate * 1e-9);
     fflush(stdout);
+}
+
+/* ---- Stopping ---- */
+
+static volatile sig_atomic_t stop_asked;
+
+static void on_stop(int signal)
+{
+    static const char text[] = "# stopping behind this row; once more stops at once\n";
+    (void)signal;
+    stop_asked = 1;
+    ssize_t n = write(STDERR_FILENO, text, sizeof text - 1);
+    (void)n;
+}
+
+void dn_bench_catch_stop(bool on)
+{
+    const struct sigaction a = {.sa_handler = on ? on_stop : SIG_DFL, .sa_flags = (int)SA_RESETHAND | SA_RESTART};
+    sigaction(SIGINT, &a, NULL);
+    sigaction(SIGTERM, &a, NULL);
+}
+
+bool dn_bench_stopped(void)
+{
+    return stop_asked != 0;
 }
 
 /* ---- Numbers ---- */

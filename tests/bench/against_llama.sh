@@ -8,13 +8,13 @@ dunlin=$1 llama=$2 model=$3 rounds=${4:-5}
 shift $(($# > 4 ? 4 : $#))
 threads=("$@")
 [ ${#threads[@]} -gt 0 ] || threads=(1 2)
-out=$(mktemp)
-trap 'rm -f "$out"' EXIT
+out=$(mktemp) table=$(mktemp)
+trap 'rm -f "$out" "$table"' EXIT
 
 for ((i = 0; i < rounds; i++)); do
   for t in "${threads[@]}"; do
-    "$dunlin" bench "$model" --threads "$t" --rounds 1 --batch 1,16 --prompt 512 --output 128 --csv 2>/dev/null |
-      awk -F, -v t="$t" 'NR > 1 { print "dunlin", t, $1 ($1 == "decode" ? "-batch" $6 : ""), $9 }' >>"$out"
+    "$dunlin" bench "$model" --threads "$t" --rounds 1 --batch 1,16 --prompt 512 --output 128 --csv "$table" >/dev/null 2>&1
+    awk -F, -v t="$t" 'NR > 1 { print "dunlin", t, $1 ($1 == "decode" ? "-batch" $6 : ""), $9 }' "$table" >>"$out"
     "$llama" -m "$model" -t "$t" -p 512 -n 128 -r 1 -o csv 2>/dev/null |
       python3 -c '
 import csv, sys

@@ -2,6 +2,7 @@
 # The lines below name the layer that each is linked with.
 set(dn_threads_layer_inbox base)
 set(dn_threads_layer_metrics base)
+set(dn_threads_layer_sched sched)
 file(GLOB thread_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/threads/*_threads.c)
 foreach(source ${thread_tests})
   get_filename_component(name ${source} NAME_WE)

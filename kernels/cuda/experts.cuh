@@ -326,17 +326,6 @@ template <int n> static __device__ __forceinline__ void experts_registers_fewer(
 
 /* ---- Warps 0..15 ---- */
 
-/* 8 codes, one k16 step, to 4 registers of bf16: (q - 8) / 64, or q / 64. As bf16 bits, 0..255 are the integer times
- * 2^-133, subnormal numbers included; one fma makes that 2^-6 and subtracts. That saves a third of dn_int4_fragment()'s
- * ALU instructions: there is no | to do, and codes need not be shifted to the lowest bits. */
-template <bool SYM> static __device__ __forceinline__ void experts_int4(uint32_t w, uint32_t a[4])
-{
-    uint32_t zero = SYM ? 0xbe00be00 : 0x80008000, high = w >> 8; /* -8/64, -0 */
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[0]) : "r"(w & 0x000f000f), "r"(0x7f007f00), "r"(zero));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[1]) : "r"(w & 0x00f000f0), "r"(0x7d007d00), "r"(zero));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[2]) : "r"(high & 0x000f000f), "r"(0x7f007f00), "r"(zero));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[3]) : "r"(high & 0x00f000f0), "r"(0x7d007d00), "r"(zero));
-}
 /* What sums of INT4 must be multiplied by in the end. */
 template <int F> static __device__ __forceinline__ float experts_unscaled(float v)
 {
@@ -395,8 +384,8 @@ static __device__ __forceinline__ void experts_convert(struct experts_group &v, 
                                                        int group)
 {
     if constexpr (F == DN_W_INT4) {
-        experts_int4<SYM>(group ? raw.a.v[0].z : raw.a.v[0].x, v.a[0]);
-        experts_int4<SYM>(group ? raw.a.v[0].w : raw.a.v[0].y, v.a[1]);
+        dn_int4_fragment_64th<SYM>(group ? raw.a.v[0].z : raw.a.v[0].x, v.a[0]);
+        dn_int4_fragment_64th<SYM>(group ? raw.a.v[0].w : raw.a.v[0].y, v.a[1]);
     } else {
         dn_a_fragment<F, SYM>(raw.a, group * 2, v.a[0]);
         dn_a_fragment<F, SYM>(raw.a, group * 2 + 1, v.a[1]);

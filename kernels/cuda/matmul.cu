@@ -1,41 +1,49 @@
 /* Matrix products of few tokens: decode steps, and projections by group (the heads of MLA).
  *
  * Maths: out[t][r] = sum_k w[r][k] x[t][k] (+ bias[r]), f32 sums. Weights are the M side of tensor instructions, tokens
- * the N side, up to 64 a launch (matmul_tile.cuh). Codes enter exactly as bf16; of every 32 k a product of its own,
- * times the scale, is added to the sum (affine INT4: plus offset times the sum of the 32 activations, a product with a
- * matrix of ones).
+ * the N side, up to 64 a launch (matmul_tile.cuh). Codes enter exactly as bf16; of every 32 k (FP8: 128, what has one
+ * scale) a product of its own, times the scale, is added to the sum (affine INT4: plus offset times the sum of the 32
+ * activations, a product with a matrix of ones).
  *
  * Work: a row tile is 128 rows (64 if there are few). K is cut into 1, 2, 4, 8 or 16 runs, one a block of a cluster, so
  * that some 130 to 260 blocks read at once, two an SM; the blocks add their sums through distributed shared memory in
- * the order of the runs. The cut depends on the matrix alone and sums run in one order whatever the number of tokens,
- * so a row's bits do too. Without a cut a block takes several row tiles.
+ * the order of the runs. Of somewhat more row tiles than SMs, one an SM is whole and only the rest is cut, in the same
+ * launch: its first clusters have a row tile a block. The cut depends on the matrix alone and sums run in one order
+ * whatever the number of tokens, so a row's bits do too. Without a cut a block takes several row tiles.
  *
- * Roles: warps 0..7 compute: 16 rows each and all tokens (mma.sync with 64 tokens: 32 rows and half of them). One lane
- * of warp 8 copies: per stage up to `tiles` k tiles of two row blocks (bulk, contiguous) and the activations as boxes
- * of 64 k x N tokens (swizzled tensor map, zeros beyond both ends). The first stages' weights are asked for before the
- * previous kernel ends.
+ * Roles: 8 warps compute: 16 rows each and all tokens (mma.sync with 64 tokens: 32 rows and half of them); wgmma on
+ * codes: 4 warps, each two strips of 16 rows in turns. The next warp copies weights: per stage up to `tiles` k tiles of
+ * two row blocks (bulk, contiguous), the first stages' before the previous kernel ends. The one after it copies
+ * activations as boxes of 64 k x N tokens (swizzled tensor map, zeros beyond both ends), if n_in is a multiple of 64
+ * all of a stage's at once. Copying warps are in step and elect the lane that asks.
+ *
+ * The next kernel may start when all weights have been asked for (BF16, which memory limits: its first copies take
+ * turns with this one's last products) or at once (codes).
  *
  * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to turn sums into rows,
  * barriers. In a cluster the stages become [tokens][132] f32 at the end.
  *
- * Floor: bytes of the packed matrix at 4.65 TB/s. Reached (kernels/README.md has the table): BF16 70-98 % of it for
- * large matrices up to 64 tokens, FP8 59-87 % up to 16 and 29-48 % with 64, INT4 46-81 % up to 8. What is in the way:
- * work in codes is one dependent chain a warp, four warps a scheduler; fixed 4-5 us a launch in small matrices.
+ * Floor: bytes of the packed matrix at 4.65 TB/s. Reached (README.md has the table and what is in the way): BF16 up to
+ * 64 tokens 75-98 % of it for large matrices; FP8 65-89 % up to 8 tokens, 41-66 % with 64; INT4 55-92 % and 24-42 %.
  */
 #include "kernels/cuda/matmul.cuh"
 #include "kernels/cuda/matmul_tile.cuh"
 
 struct args {
-    CUtensorMap x; /* k, token, group */
+    CUtensorMap x;  /* k, token, group */
+    CUtensorMap x4; /* k, token, pieces of 64 k, group; if whole_pieces */
     struct dn_weights w;
     const float *bias;
     void *out;
     uint32_t token0, n_tokens;
     uint32_t n_tiles, n_runs; /* row tiles of all groups; blocks a cluster */
+    uint32_t n_whole;         /* of a grid of clusters: the first blocks have a row tile each and all of K */
     uint32_t tile_blocks;     /* blocks of 64 rows a row tile: 2, or 1 for matrices of few rows */
     uint32_t group_tiles, group_blocks, group_rows;
     uint64_t out_stride, out_group_stride; /* in values */
     bool out_f32, wide;                    /* wide: four values may be stored at once */
+    bool whole_pieces;
+    bool early; /* the next kernel may start as soon as this one, else when all weights have been asked for */
 };
 
 [[maybe_unused]] static __device__ __forceinline__ uint32_t first_block(const struct args &a,
@@ -43,129 +51,137 @@ struct args {
 {
     return tile / a.group_tiles * a.group_blocks + tile % a.group_tiles * a.tile_blocks;
 }
-[[maybe_unused]] static __device__ __forceinline__ bool has_second_block(const struct args &a, uint32_t tile)
+[[maybe_unused]] static __device__ __forceinline__ uint32_t blocks_of(const struct args &a, uint32_t tile)
 {
-    return a.tile_blocks == 2 && tile % a.group_tiles * 2 + 1 < a.group_blocks;
+    return min(a.tile_blocks, a.group_blocks - tile % a.group_tiles * a.tile_blocks);
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void compute_barrier() /* the computing warps */
+template <typename P> static __device__ __forceinline__ void compute_barrier() /* the computing warps */
 {
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * P::warps) : "memory");
 }
 
 /* What a block works on: k tiles [begin, end) of row tiles first, first + step, ... */
 struct share {
     uint32_t begin, end, first, step;
+    bool alone; /* has all of K */
 };
 [[maybe_unused]] static __device__ __forceinline__ struct share share_of(const struct args &a)
 {
-    uint32_t run = blockIdx.x % a.n_runs;
-    struct share s = {run * a.w.n_tiles / a.n_runs, (run + 1) * a.w.n_tiles / a.n_runs, blockIdx.x / a.n_runs,
-                      gridDim.x / a.n_runs};
+    struct share s = {0, a.w.n_tiles, blockIdx.x, gridDim.x, true};
+    if (a.n_runs > 1) {
+        s.step = a.n_tiles;
+        if (blockIdx.x >= a.n_whole) {
+            const uint32_t i = blockIdx.x - a.n_whole, run = i % a.n_runs;
+            s = {run * a.w.n_tiles / a.n_runs, (run + 1) * a.w.n_tiles / a.n_runs, a.n_whole + i / a.n_runs, a.n_tiles,
+                 false};
+        }
+    }
     return s;
 }
 
-/* One lane copies; weights may be ahead of activations. Divisions only where a row tile begins: this lane's time for a
- * stage is what limits small matrices. */
-struct copier {
-    struct share share;
-    struct {
-        const uint8_t *from;
-        uint32_t k, tile;
-        bool second;
-    } w;
-    struct {
-        uint32_t k, tile, group;
-    } x;
-    uint64_t policy;
-    uint32_t stage, phase; /* the next one, and the parity of its barrier `empty` to wait for */
-    bool waits;            /* stages have been used before */
+/* A ring of stages as a copying warp goes round it: the next one; a bit a stage: it has been used, an odd number of
+ * times. */
+struct ring {
+    uint32_t stage, used, odd;
 };
-
-[[maybe_unused]] static __device__ __forceinline__ void copier_tile(struct copier &c, const struct args &a)
+/* Until the next stage is free. */
+[[maybe_unused]] static __device__ __forceinline__ void ring_wait(const struct ring &r, uint64_t *empty)
 {
-    c.w.from = dn_tile(a.w, first_block(a, c.w.tile), c.share.begin);
-    c.w.second = has_second_block(a, c.w.tile);
-    c.w.k = c.share.begin;
+    if (r.used >> r.stage & 1)
+        dn_barrier_wait(empty + r.stage, (r.odd >> r.stage & 1) ^ 1);
+}
+template <typename P> static __device__ __forceinline__ void ring_next(struct ring &r)
+{
+    r.used |= 1u << r.stage;
+    r.odd ^= 1u << r.stage;
+    r.stage = r.stage + 1 == P::stages ? 0 : r.stage + 1;
 }
 
-/* The next weights to a stage; false at the end. */
-template <int format, bool symmetric, int N>
-static __device__ __forceinline__ bool copy_weights(struct copier &c, const struct args &a, uint8_t *stage,
-                                                    uint64_t *full)
+/* One lane of a warp that is in step, which lets the compiler keep addresses in uniform registers: otherwise a copy
+ * takes some 20 instructions, and the time for a stage is what limits small matrices. */
+[[maybe_unused]] static __device__ __forceinline__ bool elected()
 {
-    using P = plan<format, symmetric, N>;
-    if (c.w.k == c.share.end) {
-        c.w.tile += c.share.step;
-        if (c.w.tile >= a.n_tiles)
-            return false;
-        copier_tile(c, a);
-    }
-    const uint32_t n = min((uint32_t)P::tiles, c.share.end - c.w.k), bytes = n * P::tile_bytes;
-    dn_barrier_expect(full, (c.w.second ? 2 * bytes : bytes) + n * 2 * P::box_bytes);
-    dn_bulk_once(stage + P::x_bytes, c.w.from, bytes, full, c.policy);
-    if (c.w.second)
-        dn_bulk_once(stage + P::x_bytes + P::tiles * P::tile_bytes, c.w.from + a.w.n_tiles * P::tile_bytes, bytes, full,
-                     c.policy);
-    c.w.from += bytes;
-    c.w.k += n;
-    return true;
+    uint32_t one = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p; }" : "=r"(one));
+#endif
+    return one;
 }
 
-/* Weights for the first stages, before the previous kernel has ended. */
-template <int format, bool symmetric, int N>
-static __device__ __forceinline__ void copy_first(struct copier &c, const struct args &a, uint8_t *stages,
-                                                  uint64_t *full)
+/* A warp that copies weights, from before the previous kernel has ended. */
+template <typename P>
+static __device__ __forceinline__ void copy_weights(const struct args &a, const struct share &share, uint8_t *stages,
+                                                    uint64_t *full, uint64_t *empty)
 {
-    using P = plan<format, symmetric, N>;
-    dn_prefetch_map(&a.x);
-    c.share = share_of(a);
-    c.policy = dn_policy_once();
-    c.w.tile = c.x.tile = c.share.first;
-    copier_tile(c, a);
-    c.x.k = c.share.begin;
-    c.x.group = c.x.tile / a.group_tiles;
-    c.stage = c.phase = 0;
-    c.waits = false;
-    for (int s = 0; s < P::stages; s++)
-        if (!copy_weights<format, symmetric, N>(c, a, stages + s * P::stage_bytes, full + s))
-            break;
-}
-/* The next stage, once the computing warps have done with it; false at the end. */
-template <int format, bool symmetric, int N>
-static __device__ __forceinline__ bool copy_next(struct copier &c, const struct args &a, uint8_t *stages,
-                                                 uint64_t *full, uint64_t *empty)
-{
-    using P = plan<format, symmetric, N>;
-    uint8_t *stage = stages + c.stage * P::stage_bytes;
-    if (c.x.k == c.share.end) {
-        c.x.tile += c.share.step;
-        if (c.x.tile >= a.n_tiles) {
-            c.x.tile -= c.share.step; /* as often as it is asked */
-            return false;
+    const uint64_t policy = dn_policy_once();
+    struct ring r = {};
+    for (uint32_t tile = share.first; tile < a.n_tiles; tile += share.step) {
+        const uint32_t blocks = blocks_of(a, tile);
+        const uint8_t *from = dn_tile(a.w, first_block(a, tile), share.begin);
+        for (uint32_t k = share.begin; k < share.end; k += P::tiles) {
+            const uint32_t n = min((uint32_t)P::tiles, share.end - k), bytes = n * P::tile_bytes;
+            uint8_t *stage = stages + r.stage * P::stage_bytes;
+            ring_wait(r, empty);
+            if (elected()) {
+                dn_barrier_expect(full + r.stage, blocks * bytes + n * 2 * P::box_bytes);
+#pragma unroll
+                for (uint32_t b = 0; b < 2; b++)
+                    if (b < blocks)
+                        dn_bulk_once(stage + P::x_bytes + b * (P::tiles * P::tile_bytes),
+                                     from + (size_t)(b * a.w.n_tiles) * P::tile_bytes, bytes, full + r.stage, policy);
+            }
+            __syncwarp();
+            from += bytes;
+            ring_next<P>(r);
         }
-        c.x.group = c.x.tile / a.group_tiles;
-        c.x.k = c.share.begin;
+        if (P::turns)
+            r.stage = 0;
     }
-    if (c.waits) {
-        dn_barrier_wait(empty + c.stage, c.phase);
-        copy_weights<format, symmetric, N>(c, a, stage, full + c.stage);
-    }
-    const uint32_t n = min((uint32_t)P::tiles, c.share.end - c.x.k);
+    dn_start_next(); /* whose copies take turns with this block's last products */
+}
+
+/* All of a stage's activations as one box of 64 k x tokens x pieces of 64 k. */
+[[maybe_unused]] static __device__ __forceinline__ void copy_box(void *to, const CUtensorMap *map, uint32_t token,
+                                                                 uint32_t piece, uint32_t group, uint64_t *full)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+                 "%5}], [%6];" ::"r"(dn_shared(to)),
+                 "l"(map), "r"(0), "r"(token), "r"(piece), "r"(group), "r"(dn_shared(full))
+                 : "memory");
+#endif
+}
+
+/* A warp that copies activations. */
+template <typename P>
+static __device__ __forceinline__ void copy_activations(const struct args &a, const struct share &share,
+                                                        uint8_t *stages, uint64_t *full, uint64_t *empty)
+{
+    struct ring r = {};
+    for (uint32_t tile = share.first; tile < a.n_tiles; tile += share.step) {
+        const uint32_t group = tile / a.group_tiles;
+        for (uint32_t k = share.begin; k < share.end; k += P::tiles) {
+            const uint32_t n = min((uint32_t)P::tiles, share.end - k);
+            uint8_t *stage = stages + r.stage * P::stage_bytes;
+            ring_wait(r, empty);
+            if (elected()) {
+                if (a.whole_pieces && n == P::tiles) {
+                    copy_box(stage, &a.x4, a.token0, k * 2, group, full + r.stage);
+                } else {
 #pragma unroll
-    for (uint32_t t = 0; t < P::tiles; t++)
-        if (t < n)
-#pragma unroll
-            for (uint32_t half = 0; half < 2; half++)
-                dn_bulk_box(stage + (2 * t + half) * P::box_bytes, &a.x, (c.x.k + t) * DN_TILE_K + half * 64, a.token0,
-                            c.x.group, full + c.stage);
-    c.x.k += n;
-    if (++c.stage == P::stages) {
-        c.stage = 0;
-        c.phase ^= c.waits;
-        c.waits = true;
+                    for (uint32_t i = 0; i < 2 * P::tiles; i++)
+                        if (i < 2 * n)
+                            dn_bulk_box(stage + i * P::box_bytes, &a.x, k * DN_TILE_K + i * 64, a.token0, group,
+                                        full + r.stage);
+                }
+            }
+            __syncwarp();
+            ring_next<P>(r);
+        }
+        if (P::turns)
+            r.stage = 0;
     }
-    return true;
 }
 
 /* Four rows of a token to `out`, with the bias. */
@@ -199,35 +215,36 @@ static __device__ __forceinline__ bool copy_next(struct copier &c, const struct 
 }
 
 /* A warp's sums of tokens [t0, t0 + n) to sums[token - t0][row]. row0, token0: where the warp's begin. */
-template <int strips, int columns>
-static __device__ __forceinline__ void put_sums(const float (&sum)[strips][columns][4], int row0, int token0, int t0,
-                                                int n, float *sums, int lane)
+template <typename P>
+static __device__ __forceinline__ void put_sums(const float (&sum)[P::strips][P::columns][4], int row0, int token0,
+                                                int t0, int n, float *sums, int lane)
 {
 #pragma unroll
-    for (int c = 0; c < columns; c++) {
+    for (int c = 0; c < P::columns; c++) {
         const int token = token0 + c * 8 - t0;
         if (token < 0 || token >= n)
             continue;
 #pragma unroll
-        for (int i = 0; i < 4 * strips; i++)
-            sums[(token + lane % 4 * 2 + i % 2) * SUM_STRIDE + row0 + i / 2 * 8 + lane / 4] = sum[i / 4][c][i % 4];
+        for (int i = 0; i < 4 * P::strips; i++)
+            sums[(token + lane % 4 * 2 + i % 2) * SUM_STRIDE + row0 + i / 4 * P::strip_rows + i % 4 / 2 * 8 +
+                 lane / 4] = sum[i / 4][c][i % 4] * P::unscale;
     }
 }
 
 /* A block that has all of K. */
-template <int N, int strips, int columns>
-static __device__ void finish_alone(const struct args &a, uint32_t tile, const float (&sum)[strips][columns][4],
+template <typename P>
+static __device__ void finish_alone(const struct args &a, uint32_t tile, const float (&sum)[P::strips][P::columns][4],
                                     int row0, int token0, float *sums, uint32_t thread)
 {
-    constexpr int tokens = N < SUM_TOKENS ? N : SUM_TOKENS;
-    for (int t0 = 0; t0 < N; t0 += tokens) {
-        put_sums(sum, row0, token0, t0, tokens, sums, thread % 32);
-        compute_barrier();
-        for (uint32_t i = thread; i < tokens * (ROWS / 4); i += 32 * WARPS) {
+    constexpr int tokens = P::N < SUM_TOKENS ? P::N : SUM_TOKENS;
+    for (int t0 = 0; t0 < P::N; t0 += tokens) {
+        put_sums<P>(sum, row0, token0, t0, tokens, sums, thread % 32);
+        compute_barrier<P>();
+        for (uint32_t i = thread; i < tokens * (ROWS / 4); i += 32 * P::warps) {
             uint32_t token = i / (ROWS / 4), r = i % (ROWS / 4) * 4;
             store(a, tile, t0 + token, r, *(const float4 *)(sums + token * SUM_STRIDE + r));
         }
-        compute_barrier();
+        compute_barrier<P>();
     }
 }
 
@@ -255,90 +272,124 @@ static __device__ void finish_alone(const struct args &a, uint32_t tile, const f
 }
 
 /* A block of a cluster: each sums its share of the outputs over all. `sums` has room for all tokens. */
-template <int N, int strips, int columns>
-static __device__ void finish_cluster(const struct args &a, uint32_t tile, const float (&sum)[strips][columns][4],
+template <typename P>
+static __device__ void finish_cluster(const struct args &a, uint32_t tile, const float (&sum)[P::strips][P::columns][4],
                                       int row0, int token0, float *sums, uint32_t thread)
 {
-    compute_barrier(); /* nobody reads the stages any more */
-    put_sums(sum, row0, token0, 0, N, sums, thread % 32);
+    compute_barrier<P>(); /* nobody reads the stages any more */
+    put_sums<P>(sum, row0, token0, 0, P::N, sums, thread % 32);
     cluster_barrier();
-    const uint32_t share = N * (ROWS / 4) / a.n_runs, first = blockIdx.x % a.n_runs * share;
-    for (uint32_t i = first + thread; i < first + share; i += 32 * WARPS) {
+    const uint32_t share = P::N * (ROWS / 4) / a.n_runs, first = blockIdx.x % a.n_runs * share;
+#pragma unroll 1
+    for (uint32_t i = first + thread; i < first + share; i += 32 * P::warps) {
         const uint32_t token = i / (ROWS / 4), r = i % (ROWS / 4) * 4;
         const float *at = sums + token * SUM_STRIDE + r;
-        float4 v = load_from(0, at);
-#pragma unroll 4
-        for (uint32_t run = 1; run < a.n_runs; run++) {
-            float4 o = load_from(run, at);
-            v.x += o.x, v.y += o.y, v.z += o.z, v.w += o.w;
+        /* All are asked for before any is needed: each takes some 200 ns. */
+        float4 v = {};
+#pragma unroll 1
+        for (uint32_t run = 0; run < a.n_runs; run += 8) {
+            float4 part[8];
+#pragma unroll
+            for (uint32_t j = 0; j < 8; j++)
+                part[j] = run + j < a.n_runs ? load_from(run + j, at) : make_float4(0, 0, 0, 0);
+#pragma unroll
+            for (uint32_t j = 0; j < 8; j++)
+                if (run + j < a.n_runs)
+                    v.x += part[j].x, v.y += part[j].y, v.z += part[j].z, v.w += part[j].w;
         }
         store(a, tile, token, r, v);
     }
     cluster_barrier(); /* this block's sums are read until here */
 }
 
-template <int format, bool symmetric, int N>
-static __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) few(const __grid_constant__ struct args a)
+/* What the copying warpgroup has too many of. */
+template <typename P> static __device__ __forceinline__ void registers_more()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (P::turns)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+#endif
+}
+template <typename P> static __device__ __forceinline__ void registers_fewer()
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (P::turns)
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+}
+
+template <typename P>
+static __global__ void __launch_bounds__(P::threads, BLOCKS_PER_SM) few(const __grid_constant__ struct args a)
 {
 #if __CUDA_ARCH__ >= 900
-    using P = plan<format, symmetric, N>;
     extern __shared__ uint8_t raw_shared[];
     uint8_t *stages = raw_shared + (1024 - dn_shared(raw_shared) % 1024) % 1024;
     float *sums = (float *)(stages + P::stages * P::stage_bytes);
     uint64_t *full = (uint64_t *)((uint8_t *)sums + P::sum_bytes), *empty = full + P::stages;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool copies = threadIdx.x == 32 * WARPS;
-    struct copier copier;
-    if (copies) {
-        for (int s = 0; s < P::stages; s++) {
-            dn_barrier_init(full + s, 1);
-            dn_barrier_init(empty + s, WARPS);
+    const struct share share = share_of(a);
+    if (warp == P::warps) {
+        if (lane == 0) {
+            for (int s = 0; s < P::stages; s++) {
+                dn_barrier_init(full + s, 1);
+                dn_barrier_init(empty + s, P::warps);
+            }
+            dn_barrier_init_fence();
         }
-        dn_barrier_init_fence();
-        copy_first<format, symmetric, N>(copier, a, stages, full);
+        __syncwarp();
+    } else if (warp == P::warps + 1 && lane == 0) {
+        dn_prefetch_map(a.whole_pieces ? &a.x4 : &a.x);
     }
     __syncthreads();
-    dn_start_next();
-    dn_wait_previous();
-    if (warp == WARPS) {
-        while (copies && copy_next<format, symmetric, N>(copier, a, stages, full, empty))
-            ;
-        if (a.n_runs > 1) { /* finish_cluster()'s */
-            cluster_barrier();
-            cluster_barrier();
+    if (a.early)
+        dn_start_next();
+    if (warp >= P::warps) {
+        registers_fewer<P>();
+        if (warp == P::warps) {
+            copy_weights<P>(a, share, stages, full, empty);
+        } else if (warp == P::warps + 1) {
+            dn_wait_previous();
+            copy_activations<P>(a, share, stages, full, empty);
         }
         return;
     }
-    const struct share share = share_of(a);
-    const int strip = P::strips == 1 ? warp : warp % 4 * 2,
-              token0 = P::strips == 1 ? 0 : warp / 4 * 32; /* of the unit's 8 strips */
-    uint32_t s = 0, phase = 0;
+    registers_more<P>();
+    dn_wait_previous();
+    constexpr bool all_tokens = P::turns || P::strips == 1;
+    const int strip = all_tokens ? warp : warp % 4 * 2, token0 = all_tokens ? 0 : warp / 4 * 32; /* of the unit's 8 */
+    [[maybe_unused]] uint32_t s = 0, phase = 0, parity = 0;
     for (uint32_t row_tile = share.first; row_tile < a.n_tiles; row_tile += share.step) {
         float sum[P::strips][P::columns][4] = {};
-        const bool has_rows = strip < DN_TILE_STRIPS || has_second_block(a, row_tile);
-        for (uint32_t k = share.begin; k < share.end; k += P::tiles) {
-            const uint8_t *stage = stages + s * P::stage_bytes;
-            const uint8_t *tile = stage + P::x_bytes + strip / DN_TILE_STRIPS * (P::tiles * P::tile_bytes);
-            uint32_t box = dn_shared(stage) + token0 * 128;
-            dn_barrier_wait(full + s, phase);
-            if (has_rows) {
-                multiply_unit<format, symmetric, N>(sum, tile, box, strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
-                if (P::tiles > 1 && k + 1 < share.end)
-                    multiply_unit<format, symmetric, N>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes,
-                                                        strip % DN_TILE_STRIPS, lane, a.w.scale_is_bf16);
-            }
-            __syncwarp();
-            if (lane == 0)
-                dn_barrier_arrive(empty + s);
-            if (++s == P::stages) {
-                s = 0;
-                phase ^= 1;
+        [[maybe_unused]] const bool has_rows = strip / DN_TILE_STRIPS < blocks_of(a, row_tile);
+        if constexpr (P::turns) {
+#if HAS_WGMMA
+            multiply_turns<P>(sum, stages, full, empty, parity, share.end - share.begin, warp, lane);
+#endif
+        } else {
+            for (uint32_t k = share.begin; k < share.end; k += P::tiles) {
+                const uint8_t *stage = stages + s * P::stage_bytes;
+                const uint8_t *tile = stage + P::x_bytes + strip / DN_TILE_STRIPS * (P::tiles * P::tile_bytes);
+                uint32_t box = dn_shared(stage) + token0 * 128;
+                dn_barrier_wait(full + s, phase);
+                if (has_rows) {
+                    multiply_unit<P>(sum, tile, box, strip % DN_TILE_STRIPS, lane);
+                    if (P::tiles > 1 && k + 1 < share.end)
+                        multiply_unit<P>(sum, tile + P::tile_bytes, box + 2 * P::box_bytes, strip % DN_TILE_STRIPS,
+                                         lane);
+                }
+                __syncwarp();
+                if (lane == 0)
+                    dn_barrier_arrive(empty + s);
+                if (++s == P::stages) {
+                    s = 0;
+                    phase ^= 1;
+                }
             }
         }
-        if (a.n_runs > 1)
-            finish_cluster<N>(a, row_tile, sum, strip * 16, token0, (float *)stages, threadIdx.x);
+        if (share.alone)
+            finish_alone<P>(a, row_tile, sum, strip * 16, token0, sums, threadIdx.x);
         else
-            finish_alone<N>(a, row_tile, sum, strip * 16, token0, sums, threadIdx.x);
+            finish_cluster<P>(a, row_tile, sum, strip * 16, token0, (float *)stages, threadIdx.x);
     }
 #endif
 }
@@ -388,18 +439,22 @@ static encode_fn encoder()
     return fn;
 }
 
-static cudaError_t encode_x(CUtensorMap *map, const struct dn_cuda_few *f, uint32_t n, uint32_t box_tokens)
+/* Boxes of 64 k; `pieces` of them behind one another, or 0: k is one dimension. Tokens are always second: with them
+ * third, behind a dimension of 1, a box took 20 clk for each of its rows. */
+static cudaError_t encode_x(CUtensorMap *map, const struct dn_cuda_few *f, uint32_t n, uint32_t box_tokens,
+                            uint32_t pieces)
 {
     encode_fn encode = encoder();
-    const cuuint64_t dim[3] = {f->w->n_in, n, dn_weights_groups(f->w)};
-    const cuuint64_t stride[2] = {f->x_stride * 2, (f->x_group_stride ? f->x_group_stride : f->x_stride) * 2};
-    /* Tokens second: with them third, behind a dimension of 1, a box took 20 clk for each of its rows. */
-    const cuuint32_t box[3] = {64, box_tokens, 1}, one[3] = {1, 1, 1};
+    const cuuint64_t of_group = (f->x_group_stride ? f->x_group_stride : f->x_stride) * 2;
+    const cuuint64_t dim3[3] = {f->w->n_in, n, dn_weights_groups(f->w)}, stride3[2] = {f->x_stride * 2, of_group},
+                     dim4[4] = {64, n, f->w->n_in / 64, dn_weights_groups(f->w)},
+                     stride4[3] = {f->x_stride * 2, 128, of_group};
+    const cuuint32_t box[4] = {64, box_tokens, pieces ? pieces : 1, 1}, one[4] = {1, 1, 1, 1};
     if (!encode)
         return cudaErrorNotSupported;
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)f->x, dim, stride, box, one,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, pieces ? 4 : 3, (void *)f->x, pieces ? dim4 : dim3,
+                  pieces ? stride4 : stride3, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
                ? cudaSuccess
                : cudaErrorInvalidValue;
 }
@@ -433,26 +488,44 @@ static void launch_cluster(struct dn_cuda *c, void (*kernel)(struct args), uint3
         dn_cuda_failed(c, e, "matmul");
 }
 
-template <int format, bool symmetric, int N> static bool launch(struct dn_cuda *c, uint32_t grid, const struct args &a)
+template <typename P> static void launch(struct dn_cuda *c, const struct args &a)
 {
-    using P = plan<format, symmetric, N>;
+    uint32_t grid = a.n_whole + (a.n_tiles - a.n_whole) * a.n_runs, most = (uint32_t)(BLOCKS_PER_SM * c->n_sms);
+    if (a.n_runs == 1 && grid > most)
+        grid = most;
     /* Or the driver leaves room for one block an SM. */
-    if (!c->measuring)
-        cudaFuncSetAttribute((const void *)few<format, symmetric, N>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                             cudaSharedmemCarveoutMaxShared);
+    cudaFuncSetAttribute((const void *)few<P>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                         cudaSharedmemCarveoutMaxShared);
     if (a.n_runs > 1)
-        launch_cluster(c, few<format, symmetric, N>, grid, THREADS, P::bytes, a);
+        launch_cluster(c, few<P>, grid, P::threads, P::bytes, a);
     else
-        dn_launch(c, "matmul", few<format, symmetric, N>, dim3(grid), dim3(THREADS), P::bytes, a);
-    return true;
+        dn_launch(c, "matmul", few<P>, dim3(grid), dim3(P::threads), P::bytes, a);
+}
+template <int format, bool symmetric, bool scale_is_bf16>
+static void launch_for(struct dn_cuda *c, uint32_t n, const struct args &a)
+{
+    constexpr bool may = format != DN_W_BF16 && symmetric;
+    const bool turns = may && c->arch == 90;
+    if (n == 8)
+        launch<plan<format, symmetric, scale_is_bf16, 8, false>>(c, a);
+    else if (n == 16)
+        launch<plan<format, symmetric, scale_is_bf16, 16, false>>(c, a);
+    else if (n == 32 && turns)
+        launch<plan<format, symmetric, scale_is_bf16, 32, may>>(c, a);
+    else if (n == 32)
+        launch<plan<format, symmetric, scale_is_bf16, 32, false>>(c, a);
+    else if (turns)
+        launch<plan<format, symmetric, scale_is_bf16, 64, may>>(c, a);
+    else
+        launch<plan<format, symmetric, scale_is_bf16, 64, false>>(c, a);
 }
 template <int format, bool symmetric>
-static bool launch_for(struct dn_cuda *c, uint32_t n, uint32_t grid, const struct args &a)
+static void launch_in_groups(struct dn_cuda *c, uint32_t n, const struct args &a, bool scale_is_bf16)
 {
-    return n == 8    ? launch<format, symmetric, 8>(c, grid, a)
-           : n == 16 ? launch<format, symmetric, 16>(c, grid, a)
-           : n == 32 ? launch<format, symmetric, 32>(c, grid, a)
-                     : launch<format, symmetric, 64>(c, grid, a);
+    if (scale_is_bf16)
+        launch_for<format, symmetric, true>(c, n, a);
+    else
+        launch_for<format, symmetric, false>(c, n, a);
 }
 
 /* Blocks a row tile: as many as are sure to run at once, two an SM, with a little left for how clusters fit; 16, more
@@ -467,22 +540,43 @@ static uint32_t runs_of(const struct dn_cuda *c, uint32_t row_tiles, uint32_t k_
     return 1;
 }
 
+/* How rows and K are cut, from the matrix alone. */
+static void cut(const struct dn_cuda *c, const struct dn_matrix *w, struct args *a)
+{
+    const uint32_t groups = dn_weights_groups(w), sms = (uint32_t)c->n_sms;
+    a->w = dn_weights_of(w);
+    a->group_rows = w->n_out;
+    a->group_blocks = (w->n_out + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
+    a->tile_blocks = groups * a->group_blocks * 4 < sms ? 1 : 2;
+    a->group_tiles = (a->group_blocks + a->tile_blocks - 1) / a->tile_blocks;
+    a->n_tiles = groups * a->group_tiles;
+    a->n_runs = runs_of(c, a->n_tiles, a->w.n_tiles);
+    a->n_whole = 0;
+    /* A tile an SM and some more: those are cut, so that no SM has two. */
+    if (a->n_runs == 1 && a->n_tiles > sms)
+        for (uint32_t runs = 8; runs > 1; runs /= 2) {
+            const uint32_t whole = sms / runs * runs;
+            if (a->w.n_tiles >= 2 * runs && a->n_tiles > whole &&
+                whole + (a->n_tiles - whole) * runs <= BLOCKS_PER_SM * sms * 31 / 32) {
+                a->n_runs = runs;
+                a->n_whole = whole;
+                return;
+            }
+        }
+}
+
 /* Tokens [token0, token0 + box) of n. */
 static void launch_box(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t n, uint32_t token0, uint32_t box)
 {
     struct args a = {};
-    a.w = dn_weights_of(f->w);
-    a.group_rows = f->w->n_out;
-    a.group_blocks = (f->w->n_out + DN_TILE_ROWS - 1) / DN_TILE_ROWS;
-    a.tile_blocks = dn_weights_groups(f->w) * a.group_blocks * 4 < (uint32_t)c->n_sms ? 1 : 2;
-    a.group_tiles = (a.group_blocks + a.tile_blocks - 1) / a.tile_blocks;
-    a.n_tiles = dn_weights_groups(f->w) * a.group_tiles;
-    a.n_runs = runs_of(c, a.n_tiles, a.w.n_tiles);
-    uint32_t grid = a.n_tiles * a.n_runs, most = BLOCKS_PER_SM * c->n_sms;
-    grid = a.n_runs > 1 || grid < most ? grid : most;
+    cut(c, f->w, &a);
     if (c->measuring)
         return;
-    cudaError_t e = encode_x(&a.x, f, n, box);
+    const uint32_t k_tiles = f->w->format == DN_W_INT4 && box < 32 ? 2 : 1; /* of a stage */
+    cudaError_t e = encode_x(&a.x, f, n, box, 0);
+    a.whole_pieces = f->w->n_in % 64 == 0;
+    if (e == cudaSuccess && a.whole_pieces)
+        e = encode_x(&a.x4, f, n, box, 2 * k_tiles);
     if (e != cudaSuccess) {
         dn_cuda_failed(c, e, "matmul");
         return;
@@ -495,18 +589,20 @@ static void launch_box(struct dn_cuda *c, const struct dn_cuda_few *f, uint32_t 
     a.wide = f->out.stride % 4 == 0 && f->out.group_stride % 4 == 0 && (uintptr_t)f->out.data % 16 == 0;
     a.token0 = token0;
     a.n_tokens = n;
+    a.early = f->w->format != DN_W_BF16;
     switch (f->w->format) {
     case DN_W_BF16:
-        launch_for<DN_W_BF16, true>(c, box, grid, a);
+        launch_for<DN_W_BF16, true, true>(c, box, a);
         break;
     case DN_W_FP8:
-        launch_for<DN_W_FP8, true>(c, box, grid, a);
+        launch_for<DN_W_FP8, true, true>(c, box, a);
         break;
     case DN_W_INT8:
-        launch_for<DN_W_INT8, true>(c, box, grid, a);
+        launch_in_groups<DN_W_INT8, true>(c, box, a, f->w->scale_is_bf16);
         break;
     default:
-        f->w->symmetric ? launch_for<DN_W_INT4, true>(c, box, grid, a) : launch_for<DN_W_INT4, false>(c, box, grid, a);
+        f->w->symmetric ? launch_in_groups<DN_W_INT4, true>(c, box, a, f->w->scale_is_bf16)
+                        : launch_in_groups<DN_W_INT4, false>(c, box, a, f->w->scale_is_bf16);
     }
 }
 

@@ -301,6 +301,36 @@ Test(matmul, decode)
     gpu_close(&g);
 }
 
+/* Rows and inputs that fill no tile. */
+Test(matmul, every_count)
+{
+    struct gpu g;
+    open_device(&g, MAX_N, MAX_N);
+    uint32_t n[64];
+    for (uint32_t i = 0; i < 64; i++)
+        n[i] = i + 1;
+    for (int f = 0; f < 7; f++)
+        check_matmul(&g, variant(f, 203, 544), DN_STEP_DECODE, n, 64, MAX_N, false);
+    gpu_close(&g);
+}
+
+/* So many rows that K is cut in two, or for the last rows alone, or that a block has several tiles; the last tile is
+ * not full. */
+Test(matmul, many_rows)
+{
+    struct gpu g;
+    open_device(&g, MAX_N, MAX_N);
+    const uint32_t shapes[][2] = {{6370, 1024}, {17100, 544}};
+    const uint32_t n[] = {1, 9, 17, 40, 64};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int f = 0; f < 7; f++)
+            check_matmul(&g, variant(f, shapes[i][0], shapes[i][1]), DN_STEP_DECODE, n, sizeof n / sizeof *n, MAX_N,
+                         false);
+    for (int f = 1; f < 4; f += 2)
+        check_matmul(&g, variant(f, 33900, 512), DN_STEP_DECODE, n, sizeof n / sizeof *n, MAX_N, false);
+    gpu_close(&g);
+}
+
 Test(matmul, prefill)
 {
     struct gpu g;

@@ -303,11 +303,11 @@ static bool run_step(struct dn_sched *s, const enum dn_step_kind *kind)
     build(s, kind);
     if (s->batch.n_seqs == 0)
         return false;
-    uint64_t start_ns = dn_now_ns();
     struct dn_err err = {0};
     bool late = s->pool->device->ops->asynchronous && s->batch.step->kind == DN_STEP_DECODE;
-    if (kind && !late)
+    if (!late)
         dn_sched_flush(s);
+    uint64_t start_ns = dn_now_ns();
     dn_pool_start(s->pool);
     if (late)
         dn_sched_flush(s);

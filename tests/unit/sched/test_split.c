@@ -145,11 +145,13 @@ static bool begin_watched(struct dn_device *d, uint32_t list)
 Test(split, events_go_out_while_the_next_step_runs)
 {
     struct answer want[2] = {alone(1, 40, 30, DN_KV_BF16), alone(2, 120, 30, DN_KV_BF16)};
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) { /* the last: asynchronous, but all in one step */
         struct node *n = watched = node_open(64, 16, (struct dn_sched_conf){0});
         struct dn_kernels ops = split_ops(n);
         ops.step_begin = begin_watched;
-        ops.asynchronous = late = i;
+        ops.splits_steps = i < 2;
+        ops.asynchronous = i > 0;
+        late = i == 1;
         n_behind = 0;
         n->pool->device->ops = &ops;
         for (uint32_t k = 0; k < 2; k++) {

@@ -2,10 +2,13 @@
 # the step and what depends on it; run as a script (cmake -DOUT=... -DROOT=... -P) it writes dn_commit.h, only if that changes,
 # so that a build without news compiles nothing.
 if(CMAKE_SCRIPT_MODE_FILE)
+  # A repository around the folder that does not have its files is another's: what was unpacked in it is not of its commit.
+  execute_process(COMMAND git ls-files --error-unmatch CMakeLists.txt WORKING_DIRECTORY ${ROOT}
+    OUTPUT_QUIET ERROR_QUIET RESULT_VARIABLE foreign)
   # Without optional locks: others may be at work in the repository.
   execute_process(COMMAND git --no-optional-locks describe --always --dirty --abbrev=12 WORKING_DIRECTORY ${ROOT}
     OUTPUT_VARIABLE commit OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
-  if(failed OR NOT commit MATCHES "^[-.0-9A-Za-z_/]+$")
+  if(foreign OR failed OR NOT commit MATCHES "^[-.0-9A-Za-z_/]+$")
     set(commit "unknown")
   endif()
   set(text "#define DN_COMMIT \"${commit}\"\n")

@@ -136,7 +136,7 @@ def test_a_context_that_the_model_does_not_have_is_refused():
 def test_doctor_knows_the_commit():
     line = re.search(r"^ok    version +dunlin \d+\.\d+\.\d+, commit (\S+)$", command("doctor").stdout, re.M)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=SOURCE, capture_output=True, text=True, check=False)
-    assert line and (head.returncode != 0 or re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", line.group(1))), line
+    assert line and (line.group(1) == "unknown") == (head.returncode != 0), line # a tag's name where one is
 
 
 @pytest.mark.skipif(not os.path.exists(GPU), reason="no library that passes for a GPU's beside the program")

@@ -81,6 +81,35 @@ static int read_numbers(const struct dn_gguf *g, struct arrays *a, size_t n_toke
     return 0;
 }
 
+/* Some converters call each token normal, or name no types: the ids that begin and end a text are control tokens all
+ * the same, so that a template can write them and a user's text can't. A token that does not look like one stays what
+ * the file says, and the model is refused. */
+static int mark_ends(const struct dn_gguf *g, struct arrays *a, size_t n_token, struct dn_err *err)
+{
+    enum { NORMAL = 1, CONTROL = 3 };
+    static const char *const key[] = {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
+                                      "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"};
+    for (size_t i = 0; i < sizeof key / sizeof *key; i++) {
+        int32_t id;
+        int rc = read_id(g, key[i], &id, err);
+        if (rc)
+            return rc;
+        if (id < 0 || (size_t)id >= n_token || (a->type && a->type[id] != NORMAL))
+            continue;
+        const struct dn_tok_str *s = &a->token[id];
+        char first = s->len > 2 ? s->data[0] : 0, last = s->len > 2 ? s->data[s->len - 1] : 0;
+        if (!(first == '<' && last == '>') && !(first == '[' && last == ']'))
+            continue;
+        if (!a->type) {
+            a->type = dn_alloc(n_token * sizeof *a->type);
+            for (size_t k = 0; k < n_token; k++)
+                a->type[k] = NORMAL;
+        }
+        a->type[id] = CONTROL;
+    }
+    return 0;
+}
+
 static int read_all(const struct dn_gguf *g, struct arrays *a, struct dn_tok_gguf *k, struct dn_err *err)
 {
     bool found;
@@ -89,7 +118,7 @@ static int read_all(const struct dn_gguf *g, struct arrays *a, struct dn_tok_ggu
         (rc = read_strings(g, "tokenizer.ggml.merges", &found, &a->merge, &k->n_merge, err)) ||
         (rc = read_name(g, "tokenizer.ggml.model", NULL, &a->model, err)) ||
         (rc = read_name(g, "tokenizer.ggml.pre", &found, &a->pre, err)) || (rc = read_numbers(g, a, k->n_token, err)) ||
-        (rc = read_id(g, "tokenizer.ggml.bos_token_id", &k->bos, err)) ||
+        (rc = mark_ends(g, a, k->n_token, err)) || (rc = read_id(g, "tokenizer.ggml.bos_token_id", &k->bos, err)) ||
         (rc = read_id(g, "tokenizer.ggml.eos_token_id", &k->eos, err)) ||
         (rc = read_id(g, "tokenizer.ggml.padding_token_id", &k->pad, err)) ||
         (rc = read_id(g, "tokenizer.ggml.unknown_token_id", &k->unk, err)) ||

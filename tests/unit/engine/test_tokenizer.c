@@ -1,6 +1,8 @@
 /* The tokenizers on vocabularies made here; the real ones are in test_tokenizer_data.c. */
 #include "engine/tokenizer.h"
 
+#include "engine/gguf.h"
+#include "engine/gguf_write.h"
 #include "unit/engine/tok_small.h"
 
 #include <pthread.h>
@@ -619,6 +621,55 @@ Test(tokenizer, llama_arrays)
     cr_expect_str_eq(dn_buf_str(&back), "ab \xC3\xA9 ba");
     dn_buf_release(&back);
     dn_tokens_release(&ids);
+    dn_tokenizer_close(t);
+}
+
+/* A file of BPE whose ids 2, 3 and 4 begin, end a text and end a turn; types: NULL = the file does not say. */
+static struct dn_tokenizer *open_ends(const int32_t *type, const char *eos)
+{
+    const char *const token[] = {"a", "b", "<s>", eos, "[EOT]", "<", "/", "s", ">", "ab"};
+    const char *const merge[] = {"a b"};
+    struct dn_gguf_writer w = {0};
+    struct dn_buf file = {0};
+    struct dn_gguf *g = NULL;
+    struct dn_tokenizer *t = NULL;
+    struct dn_err err = {0};
+    dn_gguf_write_string(&w, "general.architecture", "llama");
+    dn_gguf_write_string(&w, "tokenizer.ggml.model", "gpt2");
+    dn_gguf_write_string(&w, "tokenizer.ggml.pre", "gpt-2");
+    dn_gguf_write_strings(&w, "tokenizer.ggml.tokens", token, sizeof token / sizeof *token);
+    dn_gguf_write_strings(&w, "tokenizer.ggml.merges", merge, 1);
+    if (type)
+        dn_gguf_write_i32s(&w, "tokenizer.ggml.token_type", type, sizeof token / sizeof *token);
+    dn_gguf_write_u32(&w, "tokenizer.ggml.bos_token_id", 2);
+    dn_gguf_write_u32(&w, "tokenizer.ggml.eos_token_id", 3);
+    dn_gguf_write_u32(&w, "tokenizer.ggml.eot_token_id", 4);
+    dn_gguf_write_bytes(&w, &file);
+    cr_assert_eq(dn_gguf_open_memory((const uint8_t *)file.data, file.len, &g, &err), 0, "%s", err.text);
+    cr_assert_eq(dn_tokenizer_read_gguf(&t, g, &err), 0, "%s", err.text);
+    dn_gguf_close(g);
+    dn_gguf_write_release(&w);
+    dn_buf_release(&file);
+    return t;
+}
+
+Test(tokenizer, ends_that_a_gguf_file_calls_normal_are_control_tokens)
+{
+    static const int32_t normal[10] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, unused[10] = {1, 1, 3, 5, 4, 1, 1, 1, 1, 1};
+    for (int i = 0; i < 2; i++) {
+        struct dn_tokenizer *t = open_ends(i ? normal : NULL, "</s>");
+        for (int32_t id = 2; id <= 4; id++)
+            cr_expect(dn_tokenizer_is_added(t, id));
+        cr_expect(!dn_tokenizer_is_added(t, 0));
+        expect_ids(t, "a</s>", DN_TOK_SPECIAL, "0 3");
+        expect_ids(t, "a</s>", 0, "0 5 6 7 8"); /* a user's */
+        dn_tokenizer_close(t);
+    }
+    struct dn_tokenizer *t = open_ends(normal, "end");
+    cr_expect(!dn_tokenizer_is_added(t, 3), "a word is none");
+    dn_tokenizer_close(t);
+    t = open_ends(unused, "</s>");
+    cr_expect(!dn_tokenizer_is_added(t, 3), "another type is what the file says");
     dn_tokenizer_close(t);
 }
 

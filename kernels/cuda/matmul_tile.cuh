@@ -323,9 +323,8 @@ static __device__ __forceinline__ void turn_add(float (&sum)[P::N / 8][4], const
     for (int i = 0; i < P::N / 2; i++)
         sum[i / 4][i % 4] = fmaf(t.c[i / 4][i % 4], i % 4 < 2 ? scale.x : scale.y, sum[i / 4][i % 4]);
 }
-/* n stages, from the first; bit i of parity: of the next phase that stage i's barrier `full` ends. The loop goes once
- * round the ring, so that addresses are constants. The second strip lies in the second row block, which may not exist:
- * then its sums are of garbage and nobody writes them. */
+/* n stages, from the first; bit i of parity: of the next phase that stage i's barrier `full` ends. The second strip
+ * lies in the second row block, which may not exist: then its sums are of garbage and nobody writes them. */
 template <typename P>
 static __device__ __forceinline__ void multiply_turns(float (&sum)[2][P::N / 8][4], uint8_t *stages, uint64_t *full,
                                                       uint64_t *empty, uint32_t &parity, uint32_t n, int strip,
@@ -335,40 +334,35 @@ static __device__ __forceinline__ void multiply_turns(float (&sum)[2][P::N / 8][
     struct turn<P> t[2];
     dn_barrier_wait(full, parity & 1);
     turn_convert<P>(t[0], tiles, 0, strip, lane);
-    for (;;) {
+#pragma unroll 1
+    for (uint32_t s = 0, next; n > 0; n--, s = next) {
+        const uint8_t *tile = tiles + s * P::stage_bytes;
+        const uint32_t base = (dn_shared(stages + s * P::stage_bytes) & 0x3ffff) >> 4;
+        next = n == 1 ? s : s + 1 == P::stages ? 0 : s + 1; /* the last time once more the same, for nothing */
+        const uint32_t next_parity = parity >> next & 1;
 #pragma unroll
-        for (uint32_t s = 0; s < P::stages; s++) {
-            const uint8_t *tile = tiles + s * P::stage_bytes;
-            const uint32_t base = (dn_shared(stages + s * P::stage_bytes) & 0x3ffff) >> 4;
-#pragma unroll
-            for (int set = 0; set < t[0].sets; set++) {
-                float2 scale = t[0].scale;
-                turn_multiply<P>(t[0], base, set);
-                if (set > 0) {
-                    wgmma_wait<1>();
-                    turn_add<P>(sum[1], t[1], t[1].scale);
-                }
-                turn_convert<P>(t[1], tile + P::tile_bytes, set, strip, lane);
-                turn_multiply<P>(t[1], base, set);
+        for (int set = 0; set < t[0].sets; set++) {
+            float2 scale = t[0].scale;
+            turn_multiply<P>(t[0], base, set);
+            if (set > 0) {
                 wgmma_wait<1>();
-                turn_add<P>(sum[0], t[0], scale);
-                if (set + 1 < t[0].sets) {
-                    turn_convert<P>(t[0], tile, set + 1, strip, lane);
-                } else { /* the last time once more the same, for nothing */
-                    const uint32_t at = n > 1 ? (s + 1) % P::stages : s;
-                    dn_barrier_wait(full + at, parity >> at & 1);
-                    turn_convert<P>(t[0], tiles + at * P::stage_bytes, 0, strip, lane);
-                }
+                turn_add<P>(sum[1], t[1], t[1].scale);
             }
-            wgmma_wait<0>();
-            turn_add<P>(sum[1], t[1], t[1].scale);
-            __syncwarp();
-            if (lane == 0)
-                dn_barrier_arrive(empty + s);
-            parity ^= 1u << s;
-            if (--n == 0)
-                return;
+            turn_convert<P>(t[1], tile + P::tile_bytes, set, strip, lane);
+            turn_multiply<P>(t[1], base, set);
+            wgmma_wait<1>();
+            turn_add<P>(sum[0], t[0], scale);
+            if (set + 1 == t[0].sets)
+                dn_barrier_wait(full + next, next_parity);
+            turn_convert<P>(t[0], set + 1 < t[0].sets ? tile : tiles + next * P::stage_bytes, (set + 1) % t[0].sets,
+                            strip, lane);
         }
+        wgmma_wait<0>();
+        turn_add<P>(sum[1], t[1], t[1].scale);
+        __syncwarp();
+        if (lane == 0)
+            dn_barrier_arrive(empty + s);
+        parity ^= 1u << s;
     }
 }
 #endif

@@ -23,8 +23,8 @@
  * Shared: [stages][boxes of activations][weights of two row blocks], [16 tokens][132] f32 to turn sums into rows,
  * barriers. In a cluster the stages become [tokens][132] f32 at the end.
  *
- * Floor: bytes of the packed matrix at 4.65 TB/s. Reached (README.md has the table and what is in the way): BF16 up to
- * 64 tokens 75-98 % of it for large matrices; FP8 65-89 % up to 8 tokens, 41-66 % with 64; INT4 55-92 % and 24-42 %.
+ * Floor: bytes of the packed matrix at 4.65 TB/s. Reached (README.md has the table and what is in the way): of large
+ * matrices BF16 78-98 % up to 64 tokens, FP8 64-87 % up to 8 and 45-67 % with 64, INT4 50-90 % and 25-43 %.
  */
 #include "kernels/cuda/matmul.cuh"
 #include "kernels/cuda/matmul_tile.cuh"

@@ -567,10 +567,33 @@ static void find_whole(struct dn_tokenizer *t)
     dn_tok_scratch_release(&s);
 }
 
+/* A user's text never becomes a control token, not by merges either (SentencePiece has none for them). */
+static void drop_control_merges(struct dn_tokenizer *t)
+{
+    struct dn_tok_pairs old = t->pairs;
+    t->pairs = (struct dn_tok_pairs){0};
+    for (size_t i = 0; old.slot && i <= old.mask; i++) {
+        uint64_t e = old.slot[i];
+        if (e != UINT64_MAX && !(t->piece[new_id(t, e & 0x3FFFFF)].flags & DN_PIECE_SPECIAL))
+            pairs_put(&t->pairs, (uint32_t)(e >> 43), (uint32_t)(e >> 22 & 0x1FFFFF), (uint32_t)(e & 0x3FFFFF));
+    }
+    free(old.slot);
+}
+
+static bool has_control_merges(const struct dn_tokenizer *t)
+{
+    for (size_t i = 0; t->pairs.slot && i <= t->pairs.mask; i++)
+        if (t->pairs.slot[i] != UINT64_MAX && t->piece[new_id(t, t->pairs.slot[i] & 0x3FFFFF)].flags & DN_PIECE_SPECIAL)
+            return true;
+    return false;
+}
+
 int dn_tok_build_finish(struct dn_tokenizer *t, struct dn_err *err)
 {
     if (t->n_vocab == 0)
         return dn_err_set(err, DN_MODEL_FILE, "the vocabulary is empty");
+    if (has_control_merges(t))
+        drop_control_merges(t);
     if (t->pairs.slot == NULL)
         pairs_grow(&t->pairs);
     if (t->is_spm)

@@ -138,6 +138,16 @@ Test(tokenizer, special_tokens_only_where_asked)
     dn_tokenizer_close(t);
 }
 
+Test(tokenizer, no_merge_makes_a_control_token_of_a_users_text)
+{
+    struct dn_tokenizer *t = small_open(&(struct small){
+        .merge = merges, .added = "[" ADDED(258, "abc", ",\"special\":true") "," ADDED(262, "xxxx", "") "]"});
+    expect_ids(t, "abc", 0, "256 99");
+    expect_ids(t, "xabcx", DN_TOK_SPECIAL, "120 258 120");
+    expect_ids(t, "xxxx", 0, "262"); /* an added token that is none, others' merges may need it */
+    dn_tokenizer_close(t);
+}
+
 Test(tokenizer, the_longest_added_token_wins)
 {
     struct dn_tokenizer *t = small_open(
@@ -614,6 +624,12 @@ Test(tokenizer, llama_arrays)
     expect_ids(t, "ab", DN_TOK_ADD_AFFIX, "1 6 4");
     expect_ids(t, "<s>a", DN_TOK_SPECIAL, "1 6");
     expect_ids(t, "\xC3\xA9", 0, "2 203 177");
+    type[5] = 3; /* SentencePiece merges nothing to a control token */
+    struct dn_tokenizer *other = NULL;
+    cr_assert_eq(dn_tokenizer_open_gguf(&other, &g, &err), 0, "%s", err.text);
+    expect_ids(other, "ab", 0, "6 4");
+    expect_ids(other, "bab", 0, "2 7 4");
+    dn_tokenizer_close(other);
     struct dn_tokens ids = {0};
     struct dn_buf back = {0};
     cr_assert_eq(dn_tokenizer_encode(t, "ab \xC3\xA9 ba", 8, 0, &ids, &err), 0);

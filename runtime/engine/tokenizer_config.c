@@ -86,8 +86,9 @@ static int apply_added(struct dn_tokenizer *t, const json_t *root, bool take, st
 }
 
 /* "bos_token": "<s>", or an object with content, or null. One that the vocabulary does not have is an error where it
- * begins or ends texts: a template would write it, and it would be no token. */
-static int apply_id(const struct dn_tokenizer *t, const json_t *root, const char *key, bool needed, int32_t *id,
+ * begins or ends texts: a template would write it, and it would be no token. One that the vocabulary has as a plain
+ * word becomes a control token, as other readers have it. */
+static int apply_id(struct dn_tokenizer *t, const json_t *root, const char *key, bool needed, int32_t *id,
                     struct dn_err *err)
 {
     const json_t *value = json_object_get(root, key);
@@ -100,6 +101,9 @@ static int apply_id(const struct dn_tokenizer *t, const json_t *root, const char
         return dn_err_set(err, DN_MODEL_FILE, "%s \"%.40s\" is not in the vocabulary", key, json_string_value(value));
     if (found >= 0)
         *id = found;
+    if (needed && !dn_tokenizer_is_added(t, found))
+        return dn_tok_build_added(t, found, json_string_value(value), json_string_length(value),
+                                  (struct dn_tok_added){0}, true, err);
     return 0;
 }
 

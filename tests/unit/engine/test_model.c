@@ -114,7 +114,10 @@ Test(model, what_ends_a_text_must_be_a_token_of_its_own)
                    ": end-of-text id 2 has no token: the tokenizer is not this model's, or a file of it is missing");
     open_tokenizer("tokenizer.json", TOKENIZER(",\"<turn>\":5", END2), NULL,
                    ": end-of-text id 5 is plain text to the tokenizer, \"<turn>\", expected one of its added tokens");
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"<turn>\":5", END2), "{\"bos_token\":\"<end>\"}",
+                   ": end-of-text id 5 is plain text to the tokenizer, \"<turn>\", expected one of its added tokens");
     open_tokenizer("tokenizer.json", TOKENIZER(",\"<turn>\":5", BOTH_ENDS), NULL, NULL);
+    open_tokenizer("tokenizer.json", TOKENIZER(",\"<turn>\":5", END2), "{\"eos_token\":\"<turn>\"}", NULL);
 }
 
 Test(model, files_of_a_tokenizer_must_agree)

@@ -502,7 +502,8 @@ int main(int argc, char **argv)
         }
         close_reference(&r->reference);
     }
-    dn_bench_table_close(&table);
+    if (dn_bench_table_close(&table, &err) != 0)
+        die(&err);
     free(weights_list.copy);
     free(kv_list.copy);
     free(r);

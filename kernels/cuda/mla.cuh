@@ -4,8 +4,9 @@
  * A layer's part of a page, with b = latent_dim / 64 blocks (8 for Kimi):
  *   BF16: b + 1 blocks [64 tokens][64 values], the last one the rope keys, rows of 128 bytes in the 128-byte swizzle of
  *         wgmma.cuh. A bulk copy of the whole is what wgmma reads, as K of the scores and as V.
- *   FP8:  latents [latent_dim / 16][64 tokens][16 bytes], so that eight lanes with eight tokens store converted chunks
- *         without bank conflicts; rope keys one bf16 block as above; f32 scales [64 tokens].
+ *   FP8:  b / 2 blocks [64 tokens][128 e4m3] in the same swizzle (half a block for an odd b: rows of 64 bytes, as they
+ *         come), rope keys divided by the token's scale (by 1 if that is 0) one bf16 block as above, f32 scales [64
+ *         tokens]: one bulk copy, which wgmma reads as K, all of it to be multiplied by the scale.
  */
 #ifndef DN_KERNELS_CUDA_MLA_CUH
 #define DN_KERNELS_CUDA_MLA_CUH
@@ -27,6 +28,14 @@ static __device__ __forceinline__ const uint8_t *dn_mla_page(const struct dn_kv_
     return (const uint8_t *)arena + dn_page_offset(l, format, page) + (uint64_t)layer * l.format[format].layer_bytes;
 }
 
+/* Byte of latent value i of a token in an FP8 page; 16 values from a multiple of 16 on lie together. */
+static __device__ __forceinline__ uint32_t dn_mla_fp8_at(uint32_t latent_dim, uint32_t token, uint32_t i)
+{
+    if (i / 128 * 128 + 128 > latent_dim)
+        return i / 128 * DN_MLA_BLOCK + token * 64 + i % 128;
+    return i / 128 * DN_MLA_BLOCK + dn_mla_swizzled(token, i % 128 / 16) + i % 16;
+}
+
 /* Value i of a token in a page, as f32; i >= latent_dim: of its rope key. For the simple kernels. */
 static __device__ __forceinline__ float dn_mla_value(const struct dn_kv_layout &l, const uint8_t *page, int format,
                                                      uint32_t token, uint32_t i)
@@ -35,13 +44,15 @@ static __device__ __forceinline__ float dn_mla_value(const struct dn_kv_layout &
     if (format == DN_KV_BF16)
         return __bfloat162float(
             *(const __nv_bfloat16 *)(page + i / 64 * DN_MLA_BLOCK + dn_mla_swizzled(token, i % 64 / 8) + i % 8 * 2));
+    float scale = *(const float *)(page + l.format[DN_KV_FP8].k_scale_offset + token * 4);
     if (i >= latent) {
         i -= latent;
-        return __bfloat162float(
-            *(const __nv_bfloat16 *)(page + l.format[DN_KV_FP8].v_offset + dn_mla_swizzled(token, i / 8) + i % 8 * 2));
+        return (scale == 0 ? 1 : scale) *
+               __bfloat162float(*(const __nv_bfloat16 *)(page + l.format[DN_KV_FP8].v_offset +
+                                                         dn_mla_swizzled(token, i / 8) + i % 8 * 2));
     }
-    __half_raw h = __nv_cvt_fp8_to_halfraw(page[i / 16 * 1024 + token * 16 + i % 16], __NV_E4M3);
-    return __half2float(h) * *(const float *)(page + l.format[DN_KV_FP8].k_scale_offset + token * 4);
+    __half_raw h = __nv_cvt_fp8_to_halfraw(page[dn_mla_fp8_at(latent, token, i)], __NV_E4M3);
+    return __half2float(h) * scale;
 }
 
 /* A row (token) of a step reads ceil((position + 1) / 64) tiles in this many splits: of its own length alone, so that

@@ -1,5 +1,5 @@
-/* The decode kernel's work and its producers: how items are found, how their tiles come into shared memory.
- * mla_decode.cu says how it fits together; nobody else includes this.
+/* The decode kernel's work: how items are found and told to all warps, how their tiles and queries come into shared
+ * memory. mla_decode.cu says how it fits together; nobody else includes this.
  */
 #ifndef DN_KERNELS_CUDA_MLA_DECODE_CUH
 #define DN_KERNELS_CUDA_MLA_DECODE_CUH
@@ -12,23 +12,87 @@ enum {
     BLOCKS = DN_MLA_LATENT / 64 + 1, /* of 64 columns, in a tile and in Q */
     TILE_BYTES = BLOCKS * DN_MLA_BLOCK,
     Q_AT = 0,
-    TILE_AT = TILE_BYTES, /* two */
+
+    /* BF16: two tiles, one P. */
+    TILE_AT = TILE_BYTES,
     P_AT = 3 * TILE_BYTES,
-    TAIL_AT = P_AT + DN_MLA_BLOCK,
-    THREADS = 384,
-    CONSUMERS = 256,
+    TAIL_AT = P_AT + DN_MLA_BLOCK, /* struct tail */
+
+    /* FP8: Q in two terms and its factors; three stages, two P. */
+    LO_AT = 4 * DN_MLA_BLOCK,
+    Q_ROPE_AT = 8 * DN_MLA_BLOCK,
+    FACTOR_AT = 9 * DN_MLA_BLOCK,
+    STAGE_AT = FACTOR_AT + 1024,
+    STAGE_BYTES = 41 * 1024,
+    STAGE_ROPE = 4 * DN_MLA_BLOCK, /* in a stage */
+    STAGE_SCALES = 5 * DN_MLA_BLOCK,
+    RAW_BYTES = STAGE_SCALES + DN_MLA_TOKENS * 4,
+    W_AT = STAGE_AT + 3 * STAGE_BYTES,
+    SCALES_AT = W_AT + 2 * DN_MLA_BLOCK, /* struct scales */
+
+    VALUE_WARPS = 8,
+    SCORE_WARPS = 8,
+    VALUE_THREADS = 32 * VALUE_WARPS,
+    THREADS = 32 * (VALUE_WARPS + SCORE_WARPS),
+    VALUE_REGISTERS = 176,
+    SCORE_REGISTERS = 80,
+    RING = 8,                        /* items */
     PARTIAL = HEADS * DN_MLA_LATENT, /* values */
     PREFILL_ITEMS = 4096,            /* of a launch in a prefill step: 256 MB of partial results */
 };
-enum { BAR_SUMS = 1, BAR_MAX, BAR_P, BAR_FREE, BAR_ALL, BAR_PRODUCERS };
+enum { BAR_ALL = 1, BAR_FORMAT, BAR_SCORES, BAR_TILE /* two */, BAR_VALUES = 6 /* two */ };
+
+struct item {
+    uint32_t id, row, head_block, split, n_splits; /* n_splits 0: no more items */
+    uint32_t tile0, tile1, n_tokens;               /* n_tokens: of the row's whole context */
+    uint32_t first_page;                           /* in page[] */
+    int format;
+    uint32_t bad;
+};
+
+/* A score warpgroup's next tile; tokens 0: not known. */
+struct next_copy {
+    const uint8_t *page;
+    uint32_t tokens;
+};
 
 struct tail {
-    float max[2][HEADS];
-    uint64_t full[2], empty[2];
-    int32_t ready;
+    float2 ends[2][HEADS];                        /* sum and reference of a warpgroup's last tile of an item */
+    float inverse[HEADS];                         /* 1 / sum of an item */
+    float reference[2][HEADS];                    /* by the tile's parity */
+    float alpha[2][HEADS];                        /* by P's buffer, as is the next */
+    uint32_t changed[2][4];                       /* a warp's alphas are not all 1 */
+    uint64_t reference_full[2][4];                /* of warps with the same heads */
+    uint64_t stage_full[2][3], stage_empty[2][3]; /* by format, as are the next */
+    uint64_t p_full[2][2], p_empty[2][2];
+    uint64_t item_full[RING], item_empty[RING];
+    struct item item[RING];
+    struct next_copy next[2];
+};
+/* Of FP8 tokens: [warpgroup][its tile's parity]. */
+struct scales {
+    float scale[2][2][HEADS], log_scale[2][2][HEADS], inverse[2][2][HEADS];
 };
 enum { SHARED_BYTES = TAIL_AT + sizeof(struct tail) };
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
+static_assert(SCALES_AT + sizeof(struct scales) <= TAIL_AT, "shared memory of FP8");
+
+/* What differs between the formats. */
+template <bool fp8> struct plan {
+    static constexpr int format = fp8 ? DN_KV_FP8 : DN_KV_BF16;
+    static constexpr uint32_t stages = fp8 ? 3 : 2, stage_at = fp8 ? STAGE_AT : TILE_AT,
+                              stage_bytes = fp8 ? STAGE_BYTES : TILE_BYTES, tile_bytes = fp8 ? RAW_BYTES : TILE_BYTES,
+                              blocks = fp8 ? STAGE_SCALES / DN_MLA_BLOCK : BLOCKS;
+    static constexpr uint32_t buffers = fp8 ? 2 : 1, p_at = fp8 ? W_AT : P_AT;
+    static __device__ __forceinline__ uint32_t stage(uint32_t shared, uint32_t n)
+    {
+        return shared + stage_at + n % stages * stage_bytes;
+    }
+    static __device__ __forceinline__ uint32_t p(uint32_t shared, uint32_t n)
+    {
+        return shared + p_at + n % buffers * DN_MLA_BLOCK;
+    }
+};
 
 struct args {
     const __nv_bfloat16 *q;
@@ -36,7 +100,7 @@ struct args {
     const void *arena;
     __nv_bfloat16 *partial; /* [items][64][512] */
     float *sums;            /* [items][64] log2 of the sum of exponentials */
-    uint32_t *counters;     /* [rows * head blocks] */
+    uint32_t *firsts;       /* [rows * head blocks] their first items */
     uint32_t n_heads, n_head_blocks, layer;
     uint32_t row0, n_rows; /* rows of this launch; count may end them earlier */
     float scale_log2;
@@ -46,13 +110,6 @@ struct args {
 
 #if DN_HOPPER
 
-struct item {
-    uint32_t id, row, head_block, split, n_splits;
-    uint32_t tile0, tile1, n_tokens; /* n_tokens: of the row's whole context */
-    uint32_t first_page;             /* in page[] */
-    int format;
-    bool bad;
-};
 struct cursor {
     uint32_t row, before; /* items of rows < row */
 };
@@ -113,61 +170,11 @@ static __device__ __forceinline__ uint32_t pack_f16(float lo, float hi)
     __half2 v = __floats2half2_rn(lo, hi);
     return *(uint32_t *)&v;
 }
-/* Into f16's range; NaN stays. */
-static __device__ __forceinline__ float clamp_f16(float x)
-{
-    asm("min.NaN.f32 %0, %0, 0f477fe000;\nmax.NaN.f32 %0, %0, 0fc77fe000;" : "+f"(x));
-    return x;
-}
-static __device__ __forceinline__ uint32_t bf16_to_f16(uint32_t v)
-{
-    return pack_f16(clamp_f16(__uint_as_float(v << 16)), clamp_f16(__uint_as_float(v & 0xffff0000u)));
-}
-static __device__ __forceinline__ uint32_t mul_f16(uint32_t v, __half2 x)
-{
-    __half2 r = __hmul2(*(__half2 *)&v, x);
-    return *(uint32_t *)&r;
-}
-/* A token's scale in f16. One below f16's normal numbers goes in two steps: times `by`, then times `then`. */
-struct scale_f16 {
-    __half2 by, then;
-    bool is_tiny; /* of any lane's: `then` is 1 elsewhere */
-};
-static __device__ __forceinline__ struct scale_f16 split_scale(float s)
-{
-    bool tiny = s < 0x1p-13f;
-    struct scale_f16 f;
-    f.by = __float2half2_rn(tiny ? s * 0x1p12f : s);
-    f.then = __float2half2_rn(tiny ? 0x1p-12f : 1.0f);
-    f.is_tiny = __any_sync(0xffffffffu, tiny);
-    return f;
-}
-template <bool tiny> static __device__ __forceinline__ uint4 scaled(uint4 v, const struct scale_f16 &f)
-{
-    v = make_uint4(mul_f16(v.x, f.by), mul_f16(v.y, f.by), mul_f16(v.z, f.by), mul_f16(v.w, f.by));
-    if (tiny)
-        v = make_uint4(mul_f16(v.x, f.then), mul_f16(v.y, f.then), mul_f16(v.z, f.then), mul_f16(v.w, f.then));
-    return v;
-}
-static __device__ __forceinline__ void e4m3_to_f16(uint32_t v, uint32_t *lo, uint32_t *hi)
-{
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-        : "=r"(*lo), "=r"(*hi)
-        : "r"(v));
-}
 static __device__ __forceinline__ float exp2_fast(float x)
 {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-static __device__ __forceinline__ uint4 load_stream(const void *p) /* pages: read once */
-{
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
 }
 static __device__ __forceinline__ void store_shared(uint32_t at, uint4 v)
 {
@@ -184,147 +191,147 @@ static __device__ __forceinline__ uint4 load_shared(uint32_t at)
     return v;
 }
 
-/* ---- Producers: `t` = 0..127, n counts the block's tiles ---- */
-
-static __device__ __forceinline__ const uint8_t *tile_page(const struct args &a, const struct item &it, uint32_t tile)
+/* threadIdx.x, read anew: what follows from it is computed again instead of being kept in registers all the time. */
+static __device__ __forceinline__ uint32_t thread_anew()
 {
-    uint32_t id = a.s.page[it.first_page + tile];
-    return dn_mla_page(a.l, a.arena, it.format, id, a.layer);
-}
-static __device__ __forceinline__ uint32_t tile_tokens(const struct item &it, uint32_t tile)
-{
-    return min(it.n_tokens - tile * DN_MLA_TOKENS, (uint32_t)DN_MLA_TOKENS);
+    uint32_t t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
 }
 
-/* One thread. */
-static __device__ __forceinline__ void copy_item(const struct args &a, const struct item &it, uint32_t shared,
-                                                 struct tail *tail, uint32_t n, uint64_t policy)
+static __device__ __forceinline__ uint32_t tile_tokens(uint32_t n_tokens, uint32_t tile)
 {
-    const uint8_t *page = tile_page(a, it, it.tile0);
-    for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
-        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES, full = dn_shared(&tail->full[b]);
-        const uint8_t *next = tile + 1 < it.tile1 ? tile_page(a, it, tile + 1) : NULL;
-        uint32_t tokens = tile_tokens(it, tile);
-        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
-        dn_barrier_expect(full, tokens * BLOCKS * 128);
-        if (tokens == DN_MLA_TOKENS) {
-            dn_bulk_load(to, page, TILE_BYTES, full, policy);
-        } else {
-            for (uint32_t i = 0; i < BLOCKS; i++)
-                dn_bulk_load(to + i * DN_MLA_BLOCK, page + i * DN_MLA_BLOCK, tokens * 128, full, policy);
-        }
-        page = next;
-    }
+    return min(n_tokens - tile * DN_MLA_TOKENS, (uint32_t)DN_MLA_TOKENS);
 }
 
-/* A tile in FP8 is 20 units of 16 bytes a thread, all of token t % 64: 0..15 are columns 32 i + 16 h ..+15 of its latent,
- * h = t / 64, which become two chunks of f16; 16..19 are chunk 4 h + i - 16 of its rope key. Units are on their way to
- * registers AHEAD before their turn, over the ends of tiles too: enough bytes in flight, and registers left for the
- * conversions of several units to overlap. */
-enum { UNITS = 20, LATENT_UNITS = 16, AHEAD = 10 };
-static_assert(UNITS % AHEAD == 0, "a unit's registers are the same in every tile");
-
-struct raw_tile {
-    const uint8_t *latents, *ropes; /* of this thread's units */
-    bool valid;
-};
-static __device__ __forceinline__ struct raw_tile raw_tile(const struct args &a, const uint8_t *page, uint32_t t,
-                                                           bool valid)
+/* One lane of a warp, after the warp's other lanes have done their part. */
+static __device__ __forceinline__ void warp_arrive(uint64_t *barrier)
 {
-    return {page + t * 16, page + a.l.format[DN_KV_FP8].v_offset + (t & 63) * 128, valid};
-}
-static __device__ __forceinline__ uint4 load_unit(const struct raw_tile &x, uint32_t t, int i)
-{
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (x.valid)
-        v = load_stream(i < LATENT_UNITS ? x.latents + i * 2048
-                                         : x.ropes + (((t / 64 * 4 + i - LATENT_UNITS) ^ (t & 7)) << 4));
-    return v;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        dn_barrier_arrive(dn_shared(barrier));
 }
 
-/* at: where the token's row has chunks 2 h, 2 h + 1 (units of even i) and 2 h + 4, 2 h + 5 (odd) in the first block. */
-template <bool tiny>
-static __device__ __forceinline__ void convert_tile(const struct raw_tile &x, const struct raw_tile &next,
-                                                    uint4 (&v)[AHEAD], const uint32_t (&at)[4], uint32_t rope,
-                                                    uint32_t t, const struct scale_f16 &scale)
-{
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-        uint4 u = v[i % AHEAD];
-        v[i % AHEAD] = i + AHEAD < UNITS ? load_unit(x, t, i + AHEAD) : load_unit(next, t, i + AHEAD - UNITS);
-        if (i < LATENT_UNITS) {
-            uint4 lo, hi;
-            e4m3_to_f16(u.x, &lo.x, &lo.y);
-            e4m3_to_f16(u.y, &lo.z, &lo.w);
-            e4m3_to_f16(u.z, &hi.x, &hi.y);
-            e4m3_to_f16(u.w, &hi.z, &hi.w);
-            store_shared(at[i % 2 * 2] + i / 2 * DN_MLA_BLOCK, scaled<tiny>(lo, scale));
-            store_shared(at[i % 2 * 2 + 1] + i / 2 * DN_MLA_BLOCK, scaled<tiny>(hi, scale));
-        } else {
-            store_shared(rope + dn_mla_swizzled(t & 63, 4 * (t / 64) + i - LATENT_UNITS),
-                         make_uint4(bf16_to_f16(u.x), bf16_to_f16(u.y), bf16_to_f16(u.z), bf16_to_f16(u.w)));
-        }
-    }
-}
+/* ---- Items: one warp finds them, all follow ---- */
 
-static __device__ __forceinline__ void convert_item(const struct args &a, const struct item &it, uint32_t shared,
-                                                    struct tail *tail, uint32_t n, uint32_t t)
+/* Item `index` of this block; it stays until this warp has called drop_item(). */
+static __device__ __forceinline__ const struct item *wait_item(struct tail *tail, uint32_t index)
 {
-    uint32_t scale_at = a.l.format[DN_KV_FP8].k_scale_offset + (t & 63) * 4, h = t / 64;
-    const uint8_t *page = tile_page(a, it, it.tile0);
-    uint32_t next_id = it.tile0 + 1 < it.tile1 ? a.s.page[it.first_page + it.tile0 + 1] : 0;
-    struct raw_tile x = raw_tile(a, page, t, (t & 63) < tile_tokens(it, it.tile0));
-    float s = x.valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
-    uint4 v[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++)
-        v[i] = load_unit(x, t, i);
-    for (uint32_t tile = it.tile0; tile < it.tile1; tile++, n++) {
-        uint32_t b = n & 1, to = shared + TILE_AT + b * TILE_BYTES;
-        page = dn_mla_page(a.l, a.arena, DN_KV_FP8, next_id, a.layer);
-        struct raw_tile next =
-            raw_tile(a, page, t, tile + 1 < it.tile1 && (t & 63) < tile_tokens(it, tile + 1));
-        if (tile + 2 < it.tile1)
-            next_id = a.s.page[it.first_page + tile + 2];
-        struct scale_f16 scale = split_scale(s);
-        s = next.valid ? __ldg((const float *)(page + scale_at)) : 1.0f;
-        uint32_t at[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            at[k] = to + dn_mla_swizzled(t & 63, 2 * h + k / 2 * 4 + k % 2);
-        uint32_t rope = to + (BLOCKS - 1) * DN_MLA_BLOCK;
-        dn_barrier_wait(dn_shared(&tail->empty[b]), ((n >> 1) & 1) ^ 1);
-        if (scale.is_tiny)
-            convert_tile<true>(x, next, v, at, rope, t, scale);
-        else
-            convert_tile<false>(x, next, v, at, rope, t, scale);
-        x = next;
+    dn_barrier_wait(dn_shared(&tail->item_full[index % RING]), index / RING & 1);
+    return &tail->item[index % RING];
+}
+static __device__ __forceinline__ void drop_item(struct tail *tail, uint32_t index)
+{
+    warp_arrive(&tail->item_empty[index % RING]);
+}
+/* Whether an item has tiles of this format. */
+static __device__ __forceinline__ bool has_tiles(const struct item &it, int format)
+{
+    return it.n_splits && !it.bad && it.format == format;
+}
+/* Between items of different formats shared memory changes its use. Called by all warps for every item that has tiles,
+ * with a format of their own to remember, -1 at first. True if it changed. */
+static __device__ __forceinline__ bool change_format(int *format, int now)
+{
+    if (*format == now)
+        return false;
+    if (*format >= 0) {
         dn_fence_async();
-        dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS);
-        if (t == 0)
-            dn_barrier_arrive(dn_shared(&tail->full[b]));
+        dn_sync(BAR_FORMAT, THREADS);
     }
+    *format = now;
+    return true;
 }
 
-static __device__ __forceinline__ void produce(const struct args &a, uint32_t n_rows, uint32_t shared,
-                                               struct tail *tail, uint32_t t)
+/* The warp that finds items: those of a block follow one another, so that a row's queries serve several. */
+struct finder {
+    struct cursor cursor;
+    uint32_t n, id, end; /* found, where the end counts as one; the next item's id, the last one's + 1 */
+    bool more;
+};
+static __device__ __forceinline__ struct finder begin_finding(const struct args &a, uint32_t n_rows)
 {
-    struct cursor c = {0, 0};
-    struct item it;
     uint32_t n = 0;
-    uint64_t policy = dn_policy_evict_first();
-    for (uint32_t id = blockIdx.x; find_item(a, n_rows, &c, id, &it); id += gridDim.x) {
-        if (it.bad)
-            continue;
-        if (it.format == DN_KV_FP8) {
-            dn_sync(BAR_PRODUCERS, THREADS - CONSUMERS); /* parities: nobody may be a phase ahead of thread 0 */
-            convert_item(a, it, shared, tail, n, t);
-        } else if (t == 0) {
-            copy_item(a, it, shared, tail, n, policy);
+    for (uint32_t row = threadIdx.x % 32; row < n_rows; row += 32) {
+        uint32_t tiles = (uint32_t)a.s.position[a.row0 + row] / DN_MLA_TOKENS + 1;
+        n += a.s.bad[a.s.token_seq[a.row0 + row]] ? 1 : dn_mla_splits(tiles);
+    }
+    n = __reduce_add_sync(0xffffffffu, n) * a.n_head_blocks;
+    return {{0, 0},
+            0,
+            (uint32_t)((uint64_t)blockIdx.x * n / gridDim.x),
+            (uint32_t)((uint64_t)(blockIdx.x + 1) * n / gridDim.x),
+            true};
+}
+static __device__ __forceinline__ void set_tiles(struct item *it)
+{
+    uint32_t tiles = (it->n_tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS;
+    it->tile0 = it->split * tiles / it->n_splits;
+    it->tile1 = (it->split + 1) * tiles / it->n_splits;
+}
+
+/* Goes on until `want` items are found. Waits for places in the ring: those of items whose tiles all came long ago. */
+static __device__ __forceinline__ void find_items(const struct args &a, uint32_t n_rows, struct tail *tail,
+                                                  struct finder *f, uint32_t want)
+{
+    while (f->more && f->n < want) {
+        struct item it = {};
+        uint32_t k = f->n % RING;
+        if (f->n)
+            it = tail->item[(f->n - 1) % RING];
+        f->more = f->id < f->end;
+        if (f->more && f->n && it.split + 1 < it.n_splits) {
+            it.id++, it.split++;
+            set_tiles(&it);
+        } else if (f->more) {
+            f->more = find_item(a, n_rows, &f->cursor, f->id, &it);
+        }
+        f->id++;
+        if (!f->more)
+            it.n_splits = 0;
+        if (threadIdx.x % 32 == 0) {
+            dn_barrier_wait(dn_shared(&tail->item_empty[k]), (f->n / RING & 1) ^ 1);
+            tail->item[k] = it;
+            dn_barrier_arrive(dn_shared(&tail->item_full[k]));
         }
         __syncwarp();
-        n += it.tile1 - it.tile0;
+        f->n++;
     }
+}
+
+/* ---- Copies ---- */
+
+/* One thread: whether tile n - stages has been used, if the one before is known to; until it has. */
+template <bool fp8> static __device__ __forceinline__ bool is_free(struct tail *tail, uint32_t n)
+{
+    constexpr uint32_t stages = plan<fp8>::stages;
+    return dn_barrier_test(dn_shared(&tail->stage_empty[fp8][n % stages]), (n / stages & 1) ^ 1);
+}
+template <bool fp8> static __device__ __forceinline__ void wait_free(struct tail *tail, uint32_t n)
+{
+    constexpr uint32_t stages = plan<fp8>::stages;
+    dn_barrier_wait(dn_shared(&tail->stage_empty[fp8][n % stages]), (n / stages & 1) ^ 1);
+}
+/* One thread: tile n to its stage, which is free. */
+template <bool fp8>
+static __device__ __forceinline__ void copy_tile(struct tail *tail, uint32_t shared, const uint8_t *page,
+                                                 uint32_t tokens, uint32_t n)
+{
+    uint64_t policy = dn_policy_evict_first();
+    using P = plan<fp8>;
+    uint32_t b = n % P::stages, to = P::stage(shared, n), full = dn_shared(&tail->stage_full[fp8][b]);
+    if (tokens == DN_MLA_TOKENS) {
+        dn_barrier_expect(full, P::tile_bytes);
+        dn_bulk_load(to, page, P::tile_bytes, full, policy);
+        return;
+    }
+    uint32_t scales = fp8 ? (tokens + 3) / 4 * 16 : 0;
+    dn_barrier_expect(full, tokens * P::blocks * 128 + scales);
+#pragma unroll 1
+    for (uint32_t i = 0; i < P::blocks; i++)
+        dn_bulk_load(to + i * DN_MLA_BLOCK, page + i * DN_MLA_BLOCK, tokens * 128, full, policy);
+    if (fp8)
+        dn_bulk_load(to + STAGE_SCALES, page + STAGE_SCALES, scales, full, policy);
 }
 
 #endif

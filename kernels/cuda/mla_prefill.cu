@@ -126,8 +126,6 @@ static __global__ void __launch_bounds__(256) gather_kernel(const __grid_constan
         if (token < tokens) {
             if (f == DN_KV_BF16) {
                 v = *(const uint4 *)(page + i * 16);
-            } else if (block == LATENT_BLOCKS) {
-                v = *(const uint4 *)(page + a.l.format[f].v_offset + (i % 512) * 16);
             } else {
                 uint32_t column = block * 64 + (chunk ^ (token & 7)) * 8;
                 float x[8];

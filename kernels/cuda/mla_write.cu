@@ -34,8 +34,7 @@ static __device__ __forceinline__ uint32_t bf16_pair(float a, float b)
 
 /* The rule of kernels/cpu's encode_fp8(): scale = amax / 448, 0 if amax is (nearly) 0, NaN if any is NaN; an infinity
  * counts as the largest finite number. */
-static __device__ __forceinline__ void encode_fp8(const float *x, uint8_t *unit, float *scale, bool active,
-                                                  uint32_t lane)
+static __device__ __forceinline__ float encode_fp8(const float *x, uint8_t *unit, bool active)
 {
     uint32_t top = 0;
     for (int i = 0; i < 16; i++)
@@ -55,8 +54,7 @@ static __device__ __forceinline__ void encode_fp8(const float *x, uint8_t *unit,
     }
     if (active)
         *(uint4 *)unit = make_uint4(code[0], code[1], code[2], code[3]);
-    if (lane == 0)
-        *scale = nan ? __uint_as_float(0x7fc00000u) : zero ? 0.0f : amax / 448.0f;
+    return nan ? __uint_as_float(0x7fc00000u) : zero ? 0.0f : amax / 448.0f;
 }
 
 static __device__ void write_token(const struct args &a, uint32_t t, uint32_t position, uint32_t seq, float2 cs,
@@ -81,9 +79,12 @@ static __device__ void write_token(const struct args &a, uint32_t t, uint32_t po
     uint32_t id = a.s.page[(uint32_t)a.s.page_start[seq] + position / DN_MLA_TOKENS];
     uint8_t *page = (uint8_t *)dn_mla_page(a.l, p.arena, f, id, p.layer);
     uint8_t *key = page + (f == DN_KV_FP8 ? a.l.format[f].v_offset : p.latent_dim / 64 * DN_MLA_BLOCK);
+    float scale = 1; /* of the rope key */
     if (f == DN_KV_FP8) {
-        encode_fp8(x, page + lane * 1024 + token * 16, (float *)(page + a.l.format[f].k_scale_offset) + token, active,
-                   lane);
+        scale = encode_fp8(x, page + dn_mla_fp8_at(p.latent_dim, token, lane * 16), active);
+        if (lane == 0)
+            ((float *)(page + a.l.format[f].k_scale_offset))[token] = scale;
+        scale = scale == 0 ? 1 : scale;
     } else if (active) {
         for (uint32_t half = 0; half < 2; half++) {
             const float *y = x + 8 * half;
@@ -94,8 +95,10 @@ static __device__ void write_token(const struct args &a, uint32_t t, uint32_t po
     const __nv_bfloat16 *k = kv + p.latent_dim;
     uint32_t ia = p.interleaved ? 2 * lane : lane, ib = p.interleaved ? 2 * lane + 1 : lane + DN_MLA_ROPE / 2;
     float u = __bfloat162float(k[ia]), v = __bfloat162float(k[ib]);
-    *(__nv_bfloat16 *)(key + dn_mla_swizzled(token, ia / 8) + ia % 8 * 2) = __float2bfloat16_rn(u * cs.x - v * cs.y);
-    *(__nv_bfloat16 *)(key + dn_mla_swizzled(token, ib / 8) + ib % 8 * 2) = __float2bfloat16_rn(v * cs.x + u * cs.y);
+    *(__nv_bfloat16 *)(key + dn_mla_swizzled(token, ia / 8) + ia % 8 * 2) =
+        __float2bfloat16_rn((u * cs.x - v * cs.y) / scale);
+    *(__nv_bfloat16 *)(key + dn_mla_swizzled(token, ib / 8) + ib % 8 * 2) =
+        __float2bfloat16_rn((v * cs.x + u * cs.y) / scale);
 }
 
 static __global__ void __launch_bounds__(THREADS) write_kernel(const __grid_constant__ struct args a)

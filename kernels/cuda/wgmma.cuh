@@ -85,6 +85,16 @@ static __device__ __forceinline__ void dn_barrier_wait(uint32_t barrier, uint32_
     } while (!done);
 }
 
+static __device__ __forceinline__ bool dn_barrier_test(uint32_t barrier, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
 static __device__ __forceinline__ uint64_t dn_policy_evict_first()
 {
     uint64_t policy;
@@ -146,48 +156,46 @@ static __device__ __forceinline__ void dn_wgmma_n64_bf16(float (&d)[32], uint64_
                  : "l"(a), "l"(b), "r"(accumulate));
 }
 
-static __device__ __forceinline__ void dn_wgmma_n64_f16(float (&d)[32], uint64_t a, uint64_t b, int accumulate)
+/* Steps of 32 in k; sums in some 14 bits, as this instruction has them. */
+static __device__ __forceinline__ void dn_wgmma_n64_e4m3(float (&d)[32], uint64_t a, uint64_t b, int accumulate)
 {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+                 "}, %32, %33, p, 1, 1;\n}\n"
                  : DN_ACC32
                  : "l"(a), "l"(b), "r"(accumulate));
 }
 
-static __device__ __forceinline__ void dn_wgmma_n256_bf16(float (&d)[128], uint64_t a, uint64_t b, int accumulate)
+/* A from registers, as mma.sync's: rows 16 * warp + lane / 4 and + 8. B is K-major. d[32 m ..] is the result. */
+template <int m>
+static __device__ __forceinline__ void dn_wgmma_n64_f16_rs(float (&d)[128], const uint32_t (&a)[4], uint64_t b,
+                                                           int accumulate)
 {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-                 "}, %128, %129, p, 1, 1, 0, 1;\n}\n"
-                 : DN_ACC128
-                 : "l"(a), "l"(b), "r"(accumulate));
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+                 : DN_ACC_16(32 * m), DN_ACC_16(32 * m + 16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-static __device__ __forceinline__ void dn_wgmma_n256_f16(float (&d)[128], uint64_t a, uint64_t b, int accumulate)
+/* Columns 128 * half .. of d[64][256], B MN-major. A kernel of 512 threads can't have m64n256: ptxas wants its registers
+ * before it looks at setmaxnreg. */
+template <int half>
+static __device__ __forceinline__ void dn_wgmma_half_bf16(float (&d)[128], uint64_t a, uint64_t b, int accumulate)
 {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-                 "}, %128, %129, p, 1, 1, 0, 1;\n}\n"
-                 : DN_ACC128
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+                 "}, %64, %65, p, 1, 1, 0, 1;\n}\n"
+                 : DN_ACC_16(64 * half), DN_ACC_16(64 * half + 16), DN_ACC_16(64 * half + 32),
+                   DN_ACC_16(64 * half + 48)
                  : "l"(a), "l"(b), "r"(accumulate));
 }
 

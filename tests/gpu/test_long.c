@@ -260,14 +260,15 @@ static void op_mla_write(struct gpu *g, void *ctx)
 static float stored(const struct dn_kv_layout *l, const uint8_t *page, enum dn_kv_format f, uint32_t token, uint32_t i)
 {
     uint16_t u;
-    float s;
+    float s = 0;
+    if (f == DN_KV_FP8)
+        memcpy(&s, page + l->format[f].k_scale_offset + token * 4, 4);
     if (f == DN_KV_BF16 || i >= LATENT) {
         const uint8_t *block = f == DN_KV_BF16 ? page + i / 64 * 8192 : page + l->format[f].v_offset;
         memcpy(&u, block + token * 128 + ((i % 64 / 8) ^ (token & 7)) * 16 + i % 8 * 2, 2);
-        return bf16_to_f32(u);
+        return s == 0 ? bf16_to_f32(u) : (float)((double)bf16_to_f32(u) * s);
     }
-    memcpy(&s, page + l->format[f].k_scale_offset + token * 4, 4);
-    return (float)(e4m3_to_f64(page[i / 16 * 1024 + token * 16 + i % 16]) * s);
+    return (float)(e4m3_to_f64(page[i / 128 * 8192 + token * 128 + ((i % 128 / 16) ^ (token & 7)) * 16 + i % 16]) * s);
 }
 
 /* Pages of both formats with the same tokens; content[f] is [TOKENS][WIDTH] as stored. */
@@ -304,7 +305,8 @@ static void mla_fill(struct world *w, float *content[DN_KV_FORMATS])
                 content[k][(size_t)t * WIDTH + i] =
                     stored(&w->l, host + dn_kv_page_offset(&w->l, k, page_id(w, k, t / PAGE)), k, t % PAGE, i);
     }
-    cr_assert_float_eq(content[DN_KV_FP8][(size_t)(QUIET * PAGE + QUIET) * WIDTH + LATENT], 16, 0, "no loud token");
+    cr_assert_float_eq(content[DN_KV_FP8][(size_t)(QUIET * PAGE + QUIET) * WIDTH + LATENT], 16, 16 * 0x1.01p-8,
+                       "no loud token");
     free(x);
     free(rope);
     free(host);
@@ -390,6 +392,7 @@ static void mla_prefill_oracle(const struct world *w, const float *content, cons
         most = fmax(most, c);
     }
     double worst = 6 * 0.03 * 0x1p-8 * sqrt(q_size * most) / 22 * (w->format == DN_KV_FP8 ? 1.5 : 1);
+    worst += w->format == DN_KV_FP8 ? 1.5 * 0.03 * 0x1.01p-9 * 16 * 16 : 0; /* the rope key, times its scale in bf16 */
     for (uint32_t k = 0; k < w->v; k++) {
         out[k] = 0;
         for (uint32_t i = 0; i < LATENT; i++)

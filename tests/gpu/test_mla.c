@@ -4,193 +4,11 @@
  * down here a second time), so that attention is compared on exact contents. Bounds, A = sum of p |c|:
  *   write: bf16 2^-8, e4m3 2^-4 relative and 2^-10 of the scale absolute, f32 sums 1e-5.
  *   attention: 2^-8 each for the output, P and partial results, a score's error d changes p by 2d: d = scale * sum
- * |q||k| * 64 * 2^-24 for sums in f32. FP8: contents times scale in f16, 2^-11 for each of the two, in scores and
- * values.
+ * |q||k| * 64 * 2^-24 for sums in f32. FP8: P in f16, 2^-11, and 2^-24 of the largest p * s for a token's codes;
+ * queries 2^-18; sums of e4m3 products lose more (e4m3_sum_error()), independently for each token: six sigma.
  */
-#include "gpu/gpu.h"
+#include "gpu/mla_world.h"
 
-enum {
-    LATENT = 512,
-    ROPE = 64,
-    WIDTH = LATENT + ROPE,
-    PAGE = 64,
-    MAX_SEQS = 64,
-    TOKENS = 4096,
-    MAX_POSITION = 1 << 15
-};
-
-struct seq {
-    uint32_t n; /* tokens */
-    enum dn_kv_format format;
-    uint32_t *page;
-    uint16_t *kv;   /* [n][WIDTH] as projected, bf16 */
-    float *content; /* [n][WIDTH] as stored */
-    bool bad;
-};
-struct world {
-    struct gpu g;
-    struct dn_kv_layout l;
-    uint8_t *arena;
-    size_t arena_bytes;
-    uint32_t n_pages;
-    struct seq seq[MAX_SEQS];
-    uint32_t n_seqs, layer;
-    float *rope, *norm; /* host */
-    void *d_rope, *d_norm, *d_kv, *d_q, *d_q_rope;
-    uint64_t *tags;
-};
-
-/* ---- Where things lie ---- */
-
-static size_t swizzled(uint32_t token, uint32_t column)
-{
-    return token * 128 + ((column / 8) ^ (token & 7)) * 16 + column % 8 * 2;
-}
-static float stored(const struct dn_kv_layout *l, const uint8_t *page, enum dn_kv_format f, uint32_t token, uint32_t i)
-{
-    uint16_t u;
-    if (f == DN_KV_BF16 || i >= LATENT) {
-        const uint8_t *block = f == DN_KV_BF16 ? page + i / 64 * 8192 : page + l->format[f].v_offset;
-        memcpy(&u, block + swizzled(token, i % 64), 2);
-        return bf16_to_f32(u);
-    }
-    float s;
-    memcpy(&s, page + l->format[f].k_scale_offset + token * 4, 4);
-    return (float)(e4m3_to_f64(page[i / 16 * 1024 + token * 16 + i % 16]) * s);
-}
-static uint64_t page_at(const struct world *w, const struct seq *s, uint32_t index)
-{
-    return dn_kv_page_offset(&w->l, s->format, s->page[index]) +
-           (uint64_t)w->layer * w->l.format[s->format].layer_bytes;
-}
-
-/* ---- A world of sequences ---- */
-
-static void world_open(struct world *w, uint32_t n_pages, uint32_t n_layers, uint32_t pages)
-{
-    struct dn_step_limits limits = {.tokens = TOKENS, .seqs = MAX_SEQS, .rows = MAX_SEQS, .pages = pages, .tags = 1};
-    memset(w, 0, sizeof *w);
-    gpu_open(&w->g, &limits, 1, 1);
-    cr_assert_eq(dn_kv_layout_init_mla(&w->l, n_layers, LATENT, ROPE, PAGE, 4 << 20), 0);
-    w->n_pages = (n_pages + w->l.slab_pages - 1) / w->l.slab_pages * w->l.slab_pages;
-    w->arena_bytes = (size_t)(w->n_pages / w->l.slab_pages) * w->l.slab_bytes;
-    w->arena = gpu_alloc(&w->g, w->arena_bytes);
-    w->rope = malloc((size_t)MAX_POSITION * ROPE * sizeof *w->rope);
-    w->norm = malloc(LATENT * sizeof *w->norm);
-    for (uint32_t i = 0; i < MAX_POSITION; i++)
-        for (int k = 0; k < ROPE / 2; k++) {
-            double angle = i * pow(50000, -2.0 * k / ROPE);
-            w->rope[(i * ROPE / 2 + k) * 2] = (float)cos(angle);
-            w->rope[(i * ROPE / 2 + k) * 2 + 1] = (float)sin(angle);
-        }
-    for (int i = 0; i < LATENT; i++)
-        w->norm[i] = (float)(0.5 + gpu_unit());
-    w->d_rope = gpu_copy(&w->g, w->rope, (size_t)MAX_POSITION * ROPE * sizeof *w->rope);
-    w->d_norm = gpu_copy(&w->g, w->norm, LATENT * sizeof *w->norm);
-    w->d_kv = gpu_alloc(&w->g, TOKENS * WIDTH * 2);
-    w->d_q = gpu_alloc(&w->g, TOKENS * 256 * 2);
-    w->d_q_rope = gpu_alloc(&w->g, TOKENS * 256 * 2);
-    w->tags = gpu_alloc(&w->g, w->n_pages * sizeof *w->tags); /* all 0 */
-    w->layer = n_layers - 1;
-}
-
-/* Page ids of both formats in turn from the slabs, in random order within a slab. */
-static uint32_t next_page(struct world *w, enum dn_kv_format f)
-{
-    static uint32_t slab[2], used[2];
-    static struct world *of;
-    if (of != w) {
-        slab[0] = 0;
-        slab[1] = 1;
-        used[0] = used[1] = 0;
-        of = w;
-    }
-    uint32_t n = w->l.format[f].pages_per_slab;
-    if (used[f] == n) {
-        slab[f] += 2;
-        used[f] = 0;
-    }
-    uint32_t k = used[f]++;
-    cr_assert(slab[f] < w->n_pages / w->l.slab_pages);
-    for (uint32_t step = 7;; step++) /* a permutation if step and n have no common divisor */
-        if (n % step || n == 1) {
-            uint32_t a = n, b = step;
-            while (b) {
-                uint32_t r = a % b;
-                a = b;
-                b = r;
-            }
-            if (a == 1)
-                return slab[f] * w->l.slab_pages + (uint32_t)((uint64_t)k * step % n);
-        }
-}
-
-static void add_seq(struct world *w, uint32_t n, enum dn_kv_format f)
-{
-    struct seq *s = &w->seq[w->n_seqs++];
-    *s = (struct seq){.n = n, .format = f};
-    uint32_t n_pages = (n + PAGE - 1) / PAGE;
-    s->page = malloc(n_pages * sizeof *s->page);
-    s->kv = malloc((size_t)n * WIDTH * 2);
-    s->content = malloc((size_t)n * WIDTH * sizeof *s->content);
-    for (uint32_t i = 0; i < n_pages; i++)
-        s->page[i] = next_page(w, f);
-    for (size_t i = 0; i < (size_t)n * WIDTH; i++)
-        s->kv[i] = f32_to_bf16((i % WIDTH < LATENT ? 4.0f : 1.0f) * gpu_normal());
-}
-
-/* Sequence i of the step is w->seq[which[i]], its tokens first[i] .. end[i] - 1. */
-static void set_step(struct world *w, enum dn_step_kind kind, uint32_t n, const uint32_t *which, const uint32_t *first,
-                     const uint32_t *end)
-{
-    struct dn_step *s = w->g.s;
-    gpu_rows_step(&w->g, kind, n);
-    uint32_t t = 0, p = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        const struct seq *q = &w->seq[which[i]];
-        for (uint32_t k = first[i]; k < end[i]; k++, t++) {
-            s->token_id[t] = 0;
-            s->token_count[t] = 0;
-            s->position[t] = (int32_t)k;
-            s->token_seq[t] = (int32_t)i;
-        }
-        s->token_start[i + 1] = (int32_t)t;
-        s->row_token[i] = (int32_t)t - 1;
-        s->kv_len[i] = (int32_t)end[i];
-        s->kv_format[i] = (uint8_t)q->format;
-        s->check[i] = 1;
-        for (uint32_t k = 0; k < (end[i] + PAGE - 1) / PAGE; k++, p++) {
-            s->page[p] = q->page[k];
-            s->tag[p] = q->bad && k == 0 ? 77 : 0;
-        }
-        s->page_start[i + 1] = (int32_t)p;
-    }
-    s->n_tokens = t;
-}
-
-struct ops {
-    struct world *w;
-    struct dn_mla_write write;
-    struct dn_mla_attention attention;
-    struct dn_mla_prefill prefill;
-    int which, repeat, layers; /* 0: write, 1: attention, 2: prefill */
-};
-static void run_ops(struct gpu *g, void *ctx)
-{
-    struct ops *o = ctx;
-    if (o->w->tags)
-        g->ops->check_tags(g->d, &(struct dn_check_tags){.table = o->w->tags, .n_pages = o->w->n_pages});
-    for (int i = 0; i < o->repeat; i++) {
-        if (o->layers)
-            o->attention.layer = o->write.layer = o->prefill.layer = (uint32_t)(i % o->layers);
-        if (o->which == 0)
-            g->ops->mla_write(g->d, &o->write);
-        else if (o->which == 1)
-            g->ops->mla_attention(g->d, &o->attention);
-        else
-            g->ops->mla_prefill(g->d, &o->prefill);
-    }
-}
 static struct ops write_ops(struct world *w, bool interleaved)
 {
     return (struct ops){.w = w,
@@ -252,10 +70,13 @@ static void read_back(struct world *w, uint8_t *host)
 {
     w->g.ops->download(w->g.d, host, w->arena, w->arena_bytes);
     for (uint32_t i = 0; i < w->n_seqs; i++)
-        for (uint32_t t = 0; t < w->seq[i].n; t++)
+        for (uint32_t t = 0; t < w->seq[i].n; t++) {
+            const uint8_t *page = host + page_at(w, &w->seq[i], t / PAGE);
             for (uint32_t k = 0; k < WIDTH; k++)
-                w->seq[i].content[(size_t)t * WIDTH + k] =
-                    stored(&w->l, host + page_at(w, &w->seq[i], t / PAGE), w->seq[i].format, t % PAGE, k);
+                w->seq[i].content[(size_t)t * WIDTH + k] = stored(&w->l, page, w->seq[i].format, t % PAGE, k);
+            if (w->seq[i].format == DN_KV_FP8)
+                memcpy(&w->seq[i].scale[t], page + w->l.format[DN_KV_FP8].k_scale_offset + t % PAGE * 4, 4);
+        }
 }
 static void check_content(const struct world *w, uint32_t i)
 {
@@ -282,10 +103,28 @@ static void check_content(const struct world *w, uint32_t i)
     free(bound);
 }
 
+/* The standard deviation of a score whose latent part e4m3 products sum: each of the 33 addends of a step of 32 loses
+ * up to 2^-13 of the largest of them and of the sum so far. */
+static double e4m3_sum_error(const float *q, const float *k)
+{
+    double sum = 0, variance = 0;
+    for (int i = 0; i < LATENT; i += 32) {
+        double top = fabs(sum);
+        for (int j = i; j < i + 32; j++) {
+            top = fmax(top, fabs((double)q[j] * k[j]));
+            sum += (double)q[j] * k[j];
+        }
+        top = fmax(top, fabs(sum));
+        variance += 33.0 / 3 * 0x1p-26 * top * top;
+    }
+    return sqrt(variance);
+}
+
 /* One head's attention over the first n tokens. */
 static void oracle(const struct seq *s, uint32_t n, const float *q, double scale, double *out, double *bound)
 {
-    double *p = malloc(n * sizeof *p), top = -INFINITY, sum = 0, worst = 0;
+    double *p = malloc(n * sizeof *p), *sigma = calloc(n, sizeof *sigma), top = -INFINITY, sum = 0, worst = 0;
+    bool fp8 = s->format == DN_KV_FP8;
     for (uint32_t t = 0; t < n; t++) {
         double dot = 0, size = 0;
         const float *k = s->content + (size_t)t * WIDTH;
@@ -296,11 +135,14 @@ static void oracle(const struct seq *s, uint32_t n, const float *q, double scale
         }
         p[t] = dot * scale;
         top = fmax(top, p[t]);
-        worst = fmax(worst, scale * size * (64 * 0x1p-24 + (s->format == DN_KV_FP8 ? 0x1.01p-10 : 0)));
+        worst = fmax(worst, scale * size * (64 * 0x1p-24 + (fp8 ? 0x1p-18 : 0)));
+        if (fp8)
+            sigma[t] = scale * e4m3_sum_error(q, k);
     }
     for (uint32_t t = 0; t < n; t++)
         sum += p[t] = exp(p[t] - top);
-    double *abs_sum = calloc(LATENT, sizeof *abs_sum);
+    double *abs_sum = calloc(LATENT, sizeof *abs_sum), *square = calloc(LATENT, sizeof *square);
+    double *codes = calloc(LATENT, sizeof *codes), most = 0;
     memset(out, 0, LATENT * sizeof *out);
     for (uint32_t t = 0; t < n; t++) {
         const float *k = s->content + (size_t)t * WIDTH;
@@ -309,18 +151,47 @@ static void oracle(const struct seq *s, uint32_t n, const float *q, double scale
             abs_sum[i] += p[t] / sum * fabs((double)k[i]);
         }
     }
+    for (uint32_t t = 0; t < n && fp8; t++) {
+        const float *k = s->content + (size_t)t * WIDTH;
+        double x = p[t] / sum * sigma[t];
+        most = fmax(most, p[t] / sum * s->scale[t]);
+        for (int i = 0; i < LATENT; i++) {
+            square[i] += x * x * (k[i] - out[i]) * (k[i] - out[i]);
+            codes[i] += s->scale[t] > 0 ? fabs((double)k[i]) / s->scale[t] : 0;
+        }
+    }
     for (int i = 0; i < LATENT; i++)
-        bound[i] = abs_sum[i] * (2 * 0x1.01p-8 + 2 * worst + (s->format == DN_KV_FP8 ? 0x1.01p-10 : 0)) +
-                   fabs(out[i]) * 0x1.01p-8 + 1e-6;
+        bound[i] = abs_sum[i] * (0x1.01p-8 + (fp8 ? 0x1.01p-11 : 0x1.01p-8) + 2 * worst) + fabs(out[i]) * 0x1.01p-8 +
+                   1e-6 + 6 * sqrt(square[i]) + codes[i] * most * 0x1p-24;
     free(p);
+    free(sigma);
     free(abs_sum);
+    free(square);
+    free(codes);
 }
+
+/* Relative output error over all that was checked, by format: root mean squares. */
+static double error_square[2], want_square[2], error_largest[2];
+static void report_errors(const char *what)
+{
+    for (int f = 0; f < 2; f++)
+        if (want_square[f] > 0)
+            printf("ERROR %s %s rms %.3e of the output, largest %.2f of the bound\n", what, dn_kv_format_name(f),
+                   sqrt(error_square[f] / want_square[f]), error_largest[f]);
+    fflush(stdout);
+    memset(error_square, 0, sizeof error_square);
+    memset(want_square, 0, sizeof want_square);
+    memset(error_largest, 0, sizeof error_largest);
+}
+
+/* Heads times tokens of a row that are compared, about. */
+static uint32_t heads_budget = 16000;
 
 /* Checks output row `row` of the step against sequence s over n tokens, for some of its heads. */
 static void check_row(const struct seq *s, uint32_t n, const float *q, const float *got, uint32_t heads, double scale,
                       const char *name)
 {
-    uint32_t step = 1 + heads * n / 16000;
+    uint32_t step = 1 + heads * n / heads_budget;
     step = step > heads ? heads : step;
     float *g = malloc(heads * LATENT * sizeof *g);
     double *want = malloc(heads * LATENT * sizeof *want), *bound = malloc(heads * LATENT * sizeof *bound);
@@ -328,6 +199,11 @@ static void check_row(const struct seq *s, uint32_t n, const float *q, const flo
     for (uint32_t h = n % step; h < heads; h += step, k++) {
         memcpy(g + k * LATENT, got + h * LATENT, LATENT * sizeof *g);
         oracle(s, n, q + h * WIDTH, scale, want + k * LATENT, bound + k * LATENT);
+        for (uint32_t i = k * LATENT; i < (k + 1) * LATENT; i++) {
+            error_square[s->format] += (g[i] - want[i]) * (g[i] - want[i]);
+            want_square[s->format] += want[i] * want[i];
+            error_largest[s->format] = fmax(error_largest[s->format], fabs(g[i] - want[i]) / bound[i]);
+        }
     }
     char what[96];
     snprintf(what, sizeof what, "%s %s heads %u ctx %u", name, dn_kv_format_name(s->format), heads, n);
@@ -698,7 +574,105 @@ Test(mla, correct, .timeout = 120)
         check_decode(&w, heads[i], 2 + i);
         if (heads[i] == 64 || heads[i] == 4)
             check_chunks(&w, heads[i], 2 + i);
+        char what[32];
+        snprintf(what, sizeof what, "%u heads", heads[i]);
+        report_errors(what);
     }
+    gpu_close(&w.g);
+}
+
+/* Contexts that end at every place of a tile, formats that change from item to item, 96 heads; then FP8 scales that
+ * differ by 10^6 within a row, and latents of zeros. */
+Test(mla, correct_edges, .timeout = 120)
+{
+    struct world w;
+    heads_budget = 3000;
+    world_open(&w, 1400, 2, 1200);
+    gpu_poison(&w.g, w.arena, w.arena_bytes);
+    for (uint32_t i = 0; i < MAX_SEQS; i++)
+        add_seq(&w, 1 + i + i * 5 % 9 * PAGE, i % 3 == 1 ? DN_KV_BF16 : DN_KV_FP8);
+    struct ops o = write_ops(&w, false);
+    gpu_prepare(&w.g, 1, run_ops, &o);
+    write_all(&w, &o);
+    uint8_t *host = malloc(w.arena_bytes);
+    read_back(&w, host);
+    w.seq[9].bad = w.seq[30].bad = w.seq[31].bad = true;
+    check_decode(&w, 64, 2);
+    check_decode(&w, 96, 3);
+    report_errors("edges");
+    for (uint32_t i = 0; i < w.n_seqs; i++)
+        for (uint32_t t = 0; t < w.seq[i].n && w.seq[i].format == DN_KV_FP8; t++) {
+            uint8_t *page = host + page_at(&w, &w.seq[i], t / PAGE);
+            float *s = (float *)(page + w.l.format[DN_KV_FP8].k_scale_offset) + t % PAGE;
+            float by = ldexpf(1, (int)(gpu_rng() % 20) - 16);
+            bool zero = gpu_rng() % 16 == 0;
+            for (uint32_t k = 0; k < ROPE; k++) { /* the same rope key, by a power of two */
+                uint16_t *u = (uint16_t *)(page + w.l.format[DN_KV_FP8].v_offset + swizzled(t % PAGE, k));
+                *u = f32_to_bf16(zero ? bf16_to_f32(*u) * *s : bf16_to_f32(*u) / by);
+            }
+            for (uint32_t k = 0; zero && k < LATENT; k++)
+                page[code_at(t % PAGE, k)] = 0;
+            *s = zero ? 0 : *s * by;
+        }
+    w.g.ops->upload(w.g.d, w.arena, host, w.arena_bytes);
+    read_back(&w, host);
+    check_decode(&w, 64, 4);
+    report_errors("scales");
+    gpu_close(&w.g);
+}
+
+/* A query or a token that is no number makes its own row no number, and no other. */
+Test(mla, correct_odd, .timeout = 60)
+{
+    struct world w;
+    world_open(&w, 200, 2, 200);
+    gpu_poison(&w.g, w.arena, w.arena_bytes);
+    for (uint32_t i = 0; i < 8; i++)
+        add_seq(&w, 700, i % 2 ? DN_KV_FP8 : DN_KV_BF16);
+    for (uint32_t i = 4; i < 6; i++)
+        w.seq[i].kv[300 * WIDTH + 17] = 0x7fc0;
+    struct ops o = write_ops(&w, false);
+    gpu_prepare(&w.g, 1, run_ops, &o);
+    write_all(&w, &o);
+    uint32_t heads = 64, n = 8, which[8], first[8], end[8];
+    size_t row = (size_t)heads * LATENT;
+    void *dq, *out = gpu_alloc(&w.g, n * row * 2);
+    float *q = malloc(n * heads * WIDTH * sizeof *q);
+    for (size_t i = 0; i < n * heads * WIDTH; i++)
+        q[i] = gpu_normal();
+    for (uint32_t i = 0; i < 2; i++) {
+        q[((size_t)i * heads + 5) * WIDTH + 100] = NAN;
+        q[((size_t)i * heads + 6) * WIDTH + 560] = NAN;
+        q[((size_t)i * heads + 7) * WIDTH + 3] = INFINITY;
+    }
+    dq = gpu_act(&w.g, q, n * heads * WIDTH);
+    struct ops a = {.w = &w,
+                    .which = 1,
+                    .repeat = 1,
+                    .attention = {.q = dq,
+                                  .n_heads = heads,
+                                  .latent_dim = LATENT,
+                                  .rope_dim = ROPE,
+                                  .scale = 0.1f,
+                                  .layout = &w.l,
+                                  .arena = w.arena,
+                                  .layer = w.layer,
+                                  .out = out}};
+    for (uint32_t i = 0; i < n; i++)
+        which[i] = i, first[i] = w.seq[i].n - 1, end[i] = w.seq[i].n;
+    gpu_prepare(&w.g, 2, run_ops, &a);
+    set_step(&w, DN_STEP_DECODE, n, which, first, end);
+    gpu_step(&w.g, 2, run_ops, &a);
+    float *x = gpu_read_act(&w.g, out, n * row);
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t h = 0; h < heads; h++) {
+            uint32_t odd = 0;
+            for (uint32_t k = 0; k < LATENT; k++)
+                odd += !isfinite(x[(i * heads + h) * LATENT + k]);
+            bool all = i == 4 || i == 5 || (i < 2 && h >= 5 && h < 7), any = i < 2 && h == 7;
+            if (!any)
+                cr_expect_eq(odd, all ? LATENT : 0, "sequence %u head %u: %u of %u are no numbers", i, h, odd, LATENT);
+        }
     gpu_close(&w.g);
 }
 

@@ -58,6 +58,7 @@ static __device__ __forceinline__ void value_items(const struct args &a, uint32_
                 value_item<false>(a, *it, tail, shared, n[0], v);
             n[0] += format == DN_KV_BF16 ? it->tile1 - it->tile0 : 0;
             n[1] += format == DN_KV_FP8 ? it->tile1 - it->tile0 : 0;
+            dn_sync(BAR_ALL, VALUE_THREADS); /* both have read the sums' inverses */
         }
         drop_item(tail, index);
     }

@@ -131,20 +131,25 @@ static __device__ __forceinline__ void merge(const struct args &a)
     dn_wait_previous();
     if (a.row0 + row >= a.s.count[DN_COUNT_TOKENS] || head >= a.n_heads)
         return;
-    uint32_t seq = (uint32_t)a.s.token_seq[a.row0 + row];
-    uint32_t tokens = (uint32_t)a.s.position[a.row0 + row] + 1, first = a.firsts[row * a.n_head_blocks + blockIdx.y];
+    uint32_t seq = (uint32_t)a.s.token_seq[a.row0 + row], tokens = (uint32_t)a.s.position[a.row0 + row] + 1,
+             first = a.firsts[row * a.n_head_blocks + blockIdx.y];
     uint32_t splits = dn_mla_splits((tokens + DN_MLA_TOKENS - 1) / DN_MLA_TOKENS);
-    if (a.s.bad[seq] || splits == 1)
+    if (splits == 1 || a.s.bad[seq])
         return;
-    struct unit u = find_unit(a.s.kv_format[seq], h, unit);
-    const uint4 *from = (const uint4 *)(a.partial + (size_t)first * PARTIAL) + u.at;
     const float *sums = a.sums + (size_t)first * HEADS + h;
     float x[DN_MLA_MAX_SPLITS / 32], top = -INFINITY, sum = 0, acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll
-    for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++) {
+    for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++)
         x[i] = i * 32 + lane < splits ? __ldcg(sums + (size_t)(i * 32 + lane) * HEADS) : -INFINITY;
+    struct unit u = find_unit(a.s.kv_format[seq], h, unit);
+    const uint4 *from = (const uint4 *)(a.partial + (size_t)first * PARTIAL) + u.at;
+    uint4 v[AT_ONCE];
+#pragma unroll
+    for (uint32_t j = 0; j < AT_ONCE; j++)
+        v[j] = load_now(from + (size_t)min(j, splits - 1) * (PARTIAL / 8));
+#pragma unroll
+    for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++)
         top = fmaxf(top, x[i]);
-    }
     for (int i = 16; i; i /= 2)
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
 #pragma unroll
@@ -154,14 +159,15 @@ static __device__ __forceinline__ void merge(const struct args &a)
         sum += __shfl_xor_sync(0xffffffffu, sum, i);
 #pragma unroll
     for (uint32_t i = 0; i < DN_MLA_MAX_SPLITS / 32; i++)
+#pragma unroll 1
         for (uint32_t j0 = 0; j0 < 32 && i * 32 + j0 < splits; j0 += AT_ONCE) {
-            uint4 v[AT_ONCE];
-#pragma unroll
-            for (uint32_t j = 0; j < AT_ONCE; j++)
-                v[j] = load_now(from + (size_t)min(i * 32 + j0 + j, splits - 1) * (PARTIAL / 8));
 #pragma unroll
             for (uint32_t j = 0; j < AT_ONCE; j++)
                 add_unit(acc, v[j], __shfl_sync(0xffffffffu, x[i], j0 + j));
+            if (i * 32 + j0 + AT_ONCE < splits)
+#pragma unroll
+                for (uint32_t j = 0; j < AT_ONCE; j++)
+                    v[j] = load_now(from + (size_t)min(i * 32 + j0 + AT_ONCE + j, splits - 1) * (PARTIAL / 8));
         }
     __nv_bfloat16 *to = a.out + ((size_t)(a.row0 + row) * a.n_heads + head) * DN_MLA_LATENT + u.column;
 #pragma unroll

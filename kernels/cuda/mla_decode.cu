@@ -14,15 +14,15 @@
  * So the scores of two tiles and the product of a third are on their way at a time. A tile's FP8 codes are operands as
  * they lie in the page: e4m3 products with queries of two terms, and as values in f16 through registers.
  *
- * Shared memory (plan, struct tail): BF16: Q 72 KB, two tiles of 72 KB, P 8 KB; FP8: Q 72 KB, three
- * tiles of 40 KB, two P.
- * A block whose next item has the other format waits for all its warps.
+ * Shared memory (plan, struct tail): BF16: Q 72 KB, two tiles of 72 KB, P 8 KB; FP8: Q 72 KB, three tiles of 40 KB, two
+ * P. A block whose next item has the other format waits for all its warps.
  *
  * Clocks of a tile: BF16: tensor pipe 1152 + 1024, memory 3600 at 1.7 GHz. FP8: tensor pipe 1152 + 1024, shared memory
  * 1150 (scores) + 512 + 256 (values) + 330 (copy) + 130 (P), memory 2000.
  *
- * Floor: 1152 or 644 bytes a token of context. Reached at 64 x 8192: BF16 201 us, 65 % of it;
- * FP8 205 us, 35 %: a tile's chain (copy, scores, softmax, P V) over three stages, README.md.
+ * Floor: 1152 or 644 bytes a token of context. Reached at 64 x 8192: BF16 202 us, 64 % of it, FP8 202 us, 36 %; in a
+ * long run, with lower clocks, 247 and 213. What limits: a tile's chain (copy, scores, softmax, P V) over three stages,
+ * two in BF16, in which no unit is more than half busy: README.md.
  */
 #include "kernels/cuda/mla_decode_values.cuh"
 

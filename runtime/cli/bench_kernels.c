@@ -515,6 +515,8 @@ static int bench_cache(struct bench *b, enum dn_kv_format f, struct dn_err *err)
               (b->tags = b->ops->alloc(b->d, b->n_pages * sizeof *b->tags));
     if (!ok)
         skip(b, attention, what);
+    /* Else a device that was told of the tags of a smaller arena would take this one's ids for wild. */
+    memset(b->s->check, 1, b->batch);
     if (ok) {
         b->ops->upload(b->d, b->vector, b->noise, vector * sizeof *b->vector);
         memset(b->s->tag, 0, (size_t)b->s->page_start[b->batch] * sizeof *b->s->tag);
@@ -532,12 +534,11 @@ static int bench_cache(struct bench *b, enum dn_kv_format f, struct dn_err *err)
         code = report(b, write, dn_kv_format_name(f), b->batch * act * io + bytes / b->context, err);
     }
     if (ok && do_tags && code == 0) {
-        memset(b->s->check, 1, b->batch);
         b->call = call_tags;
         snprintf(what, sizeof what, "%d pages", b->s->page_start[b->batch]);
         code = report(b, "check_tags", what, 20.0 * b->s->page_start[b->batch], err);
-        memset(b->s->check, 0, b->batch);
     }
+    memset(b->s->check, 0, b->batch);
     free_case(b);
     return code;
 }

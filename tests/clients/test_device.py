@@ -133,6 +133,7 @@ def test_a_context_that_the_model_does_not_have_is_refused():
     assert command("serve", tiny_model(), "--check", "--ctx", "4096").returncode == 0
 
 
+@pytest.mark.skipif(not os.path.exists(os.path.join(SOURCE, "CMakeLists.txt")), reason="the program was built elsewhere")
 def test_doctor_knows_the_commit():
     line = re.search(r"^ok    version +dunlin \d+\.\d+\.\d+, commit (\S+)$", command("doctor").stdout, re.M)
     head = subprocess.run(["git", "ls-files", "--error-unmatch", "CMakeLists.txt"], cwd=SOURCE, capture_output=True, check=False)

@@ -51,7 +51,7 @@ fi
 
 mkdir -p "$out"/source/tests "$out"/data/mini
 mapfile -t gpu_tests < <(cd "$build/tests" && ls -d gpu_test_*)
-programs "$out" "${gpu_tests[@]}" engine_test_{kimi,forward_kimi} sched_test_{sched,split,faults} libbackend_{lost,fault}.so logits
+programs "$out" "${gpu_tests[@]}" engine_test_{kimi,forward_kimi} libbackend_{lost,fault}.so logits
 
 cp -r "$source/tests/clients" "$source/tests/fixtures" "$out/source/tests/"
 rm -rf "$out"/source/tests/clients/{__pycache__,http_*}

@@ -2,7 +2,7 @@
 # Runs what carry.sh packed, on a machine with a GPU:
 #     FOLDER/run.sh [kernels] [engine] [clients] [logits] [sanitize] [bench] [model]      the first four if none is named
 #   kernels   each operation against float64, and faults: all programs at once, but for tests that measure (bench has them)
-#   engine    Kimi's graph and miniatures on the GPU, the scheduler
+#   engine    Kimi's graph and miniatures on the GPU
 #   clients   real clients against `dunlin serve` on the GPU (needs the Python that the wheels are for); DN_CLIENTS: which
 #   logits    the miniatures in every format against transformers, as a table; CSV lies with the logs
 #   sanitize  memcheck, racecheck and initcheck of the kernels' tests, each as far as its time goes
@@ -95,7 +95,6 @@ engine() {
     start "engine.$unit" 80 env DN_TEST_LIBRARY="$DN_CUDA_LIBRARY" bin/tests/engine_test_$unit --jobs 2 --timeout 80 \
       --filter "*/@(head_sizes|batch|weights_in|logits|greedy|the_ref)*"
   done
-  for t in bin/tests/sched_test_*; do start "sched.${t##*sched_test_}" 60 "$t" --jobs 2 --timeout 60; done
   wait
 }
 

@@ -255,8 +255,8 @@ static void follow_greedy(struct fixture *f, const int32_t *prompt, uint32_t n_p
     }
 }
 
-/* level, [KV format]: the largest margin that may be passed over. On a GPU twice the largest of the CPU's here and of
- * what tests/bench/logits.c says of other texts on an H200. */
+/* level, [KV format]: the largest margin that may be passed over. On a GPU twice the largest that an H200 passed
+ * over here or in tests/bench/logits.c. */
 static void follow_all(const char *name, int format, const double level[DN_KV_FORMATS])
 {
     const char *path = mini_path(name);
@@ -289,14 +289,14 @@ static void follow_all(const char *name, int format, const double level[DN_KV_FO
 
 Test(kimi, greedy_text_is_that_of_transformers)
 {
-    follow_all("mini-kimi", DN_WEIGHTS_AUTO, (double[]){here(0.02, 0.05), here(0.82, 0.55)});
+    follow_all("mini-kimi", DN_WEIGHTS_AUTO, (double[]){here(0.02, 0.12), here(0.82, 0.55)});
     follow_all("mini-kimi-int4", DN_WEIGHTS_AUTO, (double[]){here(0.02, 0.21), here(0.82, 1.1)});
 }
 
 Test(kimi, greedy_text_with_rounded_weights_stays_near)
 {
     follow_all("mini-kimi", DN_W_FP8, (double[]){here(1, 1.25), here(1.8, 2.1)});
-    follow_all("mini-kimi", DN_W_INT8, (double[]){here(1, 0.1), here(1.8, 0.55)});
+    follow_all("mini-kimi", DN_W_INT8, (double[]){here(1, 0.3), here(1.8, 0.55)});
     follow_all("mini-kimi", DN_W_INT4, (double[]){here(2, 2.5), here(2.8, 3.3)});
 }
 

@@ -72,7 +72,8 @@ static inline struct node *node_open_context(uint32_t pages, uint32_t step_token
     unlink(path);
     if (n->model->hyper.context_tokens < context)
         n->model->hyper.context_tokens = context;
-    struct dn_pool_conf pc = {.n_threads = 2,
+    struct dn_pool_conf pc = {.backend = "cpu", /* its pages of 16 tokens, and steps that mix, where a GPU is, too */
+                              .n_threads = 2,
                               .weights = DN_WEIGHTS_AUTO,
                               .max_sequences = 8,
                               .step_tokens = step_tokens,

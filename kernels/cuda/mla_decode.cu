@@ -21,7 +21,7 @@
  * 1150 (scores) + 512 + 256 (values) + 330 (copy) + 130 (P), memory 2000.
  *
  * Floor: 1152 or 644 bytes a token of context. Reached at 64 x 8192: BF16 202 us, 64 % of it, FP8 202 us, 36 %; in a
- * long run, with lower clocks, 247 and 213. What limits: a tile's chain (copy, scores, softmax, P V) over three stages,
+ * long run, with lower clocks, 225 and 210. What limits: a tile's chain (copy, scores, softmax, P V) over three stages,
  * two in BF16, in which no unit is more than half busy: README.md.
  */
 #include "kernels/cuda/mla_decode_values.cuh"

@@ -116,6 +116,7 @@ static void row_to_f32(const struct dn_matrix *m, const struct dn_rows *rows, si
 {
     size_t n_in = m->n_in, at = i * n_in;
     bool is_bf16 = m->scale_is_bf16;
+    DN_BUG_ON(!rows->f32 && !rows->bf16 && !rows->q8 && !rows->q4 && !rows->fp8);
     for (size_t k = 0; k < n_in; k++) {
         size_t group = (at + k) / DN_GROUP;
         if (rows->f32) {

@@ -88,7 +88,10 @@ def test_a_stream_longer_than_the_drain_timeout_is_cut():
         begin = time.monotonic()
         assert node.proc.wait(10) == 0
         assert 0.2 < time.monotonic() - begin < 3
-        assert "node.stopped" in node.log() and node.log().count("status=499 code=cancelled") == 8
+        # Paused streams end as cancelled; on a slow machine some may still be decoding.
+        log = node.log()
+        cut = [log.count(x) for x in ("status=499 code=cancelled", "status=503 code=draining finish=abort")]
+        assert "node.stopped" in log and log.count("request.done") == sum(cut) == 8, cut
         for c in running:
             c.close()
 

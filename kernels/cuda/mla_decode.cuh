@@ -181,15 +181,6 @@ static __device__ __forceinline__ void store_shared(uint32_t at, uint4 v)
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-static __device__ __forceinline__ uint4 load_shared(uint32_t at)
-{
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(at)
-                 : "memory");
-    return v;
-}
 
 /* threadIdx.x, read anew: what follows from it is computed again instead of being kept in registers all the time. */
 static __device__ __forceinline__ uint32_t thread_anew()

@@ -55,10 +55,6 @@ static __device__ __forceinline__ void dn_cp_async16(uint32_t shared, const void
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-static __device__ __forceinline__ void dn_cp_async_commit()
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
 /* Until at most `pending` groups of this thread are under way. */
 template <int pending> static __device__ __forceinline__ void dn_cp_async_wait()
 {

@@ -134,10 +134,6 @@ static __device__ __forceinline__ void dn_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-static __device__ __forceinline__ void dn_arrive(int barrier, int threads)
-{
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 /* d[64][n] (+)= A[64][16] B[16][n], by the 128 threads of a warpgroup. A is K-major; B is K-major for n64 and n128,
  * MN-major for n256. d[4j + 2i + e] of a thread: row 16 * warp + lane / 4 + 8i, column 8j + 2 * (lane % 4) + e. */

@@ -359,15 +359,7 @@ static void fill_arena(struct plan *p)
 /* Twice: how long a page is, only an open device tells. */
 static int open_device(struct plan *p, const struct options *o, struct dn_err *err)
 {
-    const struct dn_hyper *h = &p->model->hyper;
-    const struct dn_model_sizes sizes = {.n_heads = h->n_heads,
-                                         .n_kv_heads = h->n_kv_heads,
-                                         .head_dim = h->head_dim,
-                                         .rotary_dim = h->rotary_dim,
-                                         .latent_dim = h->latent_dim,
-                                         .nope_dim = h->nope_dim,
-                                         .rope_dim = h->rope_dim,
-                                         .v_dim = h->v_dim};
+    const struct dn_model_sizes sizes = dn_hyper_sizes(&p->model->hyper);
     struct dn_step_limits limits = {.tokens = 1, .seqs = 1, .rows = 1, .pages = 1, .tags = 1};
     for (size_t i = 0; i < p->n_rows; i++)
         limits.seqs = p->row[i].batch > limits.seqs ? p->row[i].batch : limits.seqs;
@@ -392,7 +384,8 @@ static int open_device(struct plan *p, const struct options *o, struct dn_err *e
     limits.pages = (uint32_t)pages;
     limits.tokens = p->prefill && p->chunk > limits.seqs ? (uint32_t)p->chunk : limits.seqs;
     p->limits = limits;
-    dc = (struct dn_device_conf){.n_threads = (unsigned)p->threads, .limits = limits, .n_vocab = h->n_vocab};
+    dc = (struct dn_device_conf){
+        .n_threads = (unsigned)p->threads, .limits = limits, .n_vocab = p->model->hyper.n_vocab};
     return dn_bench_open_device(o->device, &dc, &sizes, 1, &p->device, &p->gpu, err);
 }
 

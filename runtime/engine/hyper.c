@@ -76,6 +76,18 @@ int dn_model_check_hyper(const struct dn_hyper *h, struct dn_err *err)
     return 0;
 }
 
+struct dn_model_sizes dn_hyper_sizes(const struct dn_hyper *h)
+{
+    return (struct dn_model_sizes){.n_heads = h->n_heads,
+                                   .n_kv_heads = h->n_kv_heads,
+                                   .head_dim = h->head_dim,
+                                   .rotary_dim = h->rotary_dim,
+                                   .latent_dim = h->latent_dim,
+                                   .nope_dim = h->nope_dim,
+                                   .rope_dim = h->rope_dim,
+                                   .v_dim = h->v_dim};
+}
+
 bool dn_hyper_has_experts(const struct dn_hyper *h, uint32_t layer)
 {
     return h->n_experts > 0 && layer >= h->n_dense_layers && layer % h->moe_every == 0;

@@ -5,6 +5,8 @@
 #ifndef DN_ENGINE_HYPER_H
 #define DN_ENGINE_HYPER_H
 
+#include "kernels/kernels.h"
+
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -49,6 +51,9 @@ struct dn_hyper {
 
 /* Whether a layer has experts instead of one feed-forward network. */
 bool dn_hyper_has_experts(const struct dn_hyper *h, uint32_t layer);
+
+/* What a backend is asked whether it supports. */
+struct dn_model_sizes dn_hyper_sizes(const struct dn_hyper *h);
 
 /* The inverse frequency of rotary pair i, scaling included; what cos and sin are multiplied by (1 but for unusual
  * YaRN); the factor on the logits of attention. */

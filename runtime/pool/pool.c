@@ -107,17 +107,8 @@ static int open_backend(struct dn_pool *p, const struct dn_backend *b, int index
     if (rc != 0)
         return rc;
     if (b && b->supports) {
-        const struct dn_hyper *h = &p->model->hyper;
-        rc = b->supports(limits,
-                         &(struct dn_model_sizes){.n_heads = h->n_heads,
-                                                  .n_kv_heads = h->n_kv_heads,
-                                                  .head_dim = h->head_dim,
-                                                  .rotary_dim = h->rotary_dim,
-                                                  .latent_dim = h->latent_dim,
-                                                  .nope_dim = h->nope_dim,
-                                                  .rope_dim = h->rope_dim,
-                                                  .v_dim = h->v_dim},
-                         err);
+        const struct dn_model_sizes sizes = dn_hyper_sizes(&p->model->hyper);
+        rc = b->supports(limits, &sizes, err);
         if (rc != 0)
             return rc;
     }

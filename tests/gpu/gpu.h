@@ -176,6 +176,22 @@ static UNUSED void gpu_step(struct gpu *g, uint32_t list, void (*ops)(struct gpu
     cr_assert_eq(g->ops->step_wait(g->d, &err), 0, "%s", err.text);
 }
 
+/* Packs a BF16 matrix, whose format and shape are set, with random numbers of variance 1 / 484; their f32, to be freed.
+ */
+static UNUSED float *gpu_pack_random(struct gpu *g, struct dn_matrix *m)
+{
+    size_t rows = (size_t)m->n_groups * m->n_out, n = rows * m->n_in;
+    float *x = malloc(n * sizeof *x);
+    uint16_t *h = malloc(n * sizeof *h);
+    for (size_t i = 0; i < n; i++)
+        x[i] = bf16_to_f32(h[i] = f32_to_bf16(gpu_normal() / 22));
+    m->bytes = g->ops->matrix_bytes(m);
+    m->data = gpu_alloc(g, m->bytes);
+    cr_assert_eq(g->ops->matrix_pack(g->d, m, 0, (uint32_t)rows, &(struct dn_rows){.bf16 = h}), 0);
+    free(h);
+    return x;
+}
+
 static UNUSED int gpu_by_value(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;

@@ -6,17 +6,9 @@
 #ifndef DN_TESTS_MLA_WORLD_H
 #define DN_TESTS_MLA_WORLD_H
 
-#include "gpu/gpu.h"
+#include "gpu/mla_page.h"
 
-enum {
-    LATENT = 512,
-    ROPE = 64,
-    WIDTH = LATENT + ROPE,
-    PAGE = 64,
-    MAX_SEQS = 64,
-    TOKENS = 4096,
-    MAX_POSITION = 1 << 15
-};
+enum { MAX_SEQS = 64, TOKENS = 4096, MAX_POSITION = 1 << 15 };
 
 struct seq {
     uint32_t n; /* tokens */
@@ -42,27 +34,6 @@ struct world {
 
 /* ---- Where things lie ---- */
 
-static size_t swizzled(uint32_t token, uint32_t column)
-{
-    return token * 128 + ((column / 8) ^ (token & 7)) * 16 + column % 8 * 2;
-}
-static size_t code_at(uint32_t token, uint32_t i)
-{
-    return i / 128 * 8192 + token * 128 + ((i % 128 / 16) ^ (token & 7)) * 16 + i % 16;
-}
-static float stored(const struct dn_kv_layout *l, const uint8_t *page, enum dn_kv_format f, uint32_t token, uint32_t i)
-{
-    uint16_t u;
-    float s = 0;
-    if (f == DN_KV_FP8)
-        memcpy(&s, page + l->format[f].k_scale_offset + token * 4, 4);
-    if (f == DN_KV_BF16 || i >= LATENT) {
-        const uint8_t *block = f == DN_KV_BF16 ? page + i / 64 * 8192 : page + l->format[f].v_offset;
-        memcpy(&u, block + swizzled(token, i % 64), 2);
-        return s == 0 ? bf16_to_f32(u) : (float)((double)bf16_to_f32(u) * s);
-    }
-    return (float)(e4m3_to_f64(page[code_at(token, i)]) * s);
-}
 static uint64_t page_at(const struct world *w, const struct seq *s, uint32_t index)
 {
     return dn_kv_page_offset(&w->l, s->format, s->page[index]) +

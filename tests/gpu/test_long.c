@@ -9,17 +9,13 @@
  *
  * What pages hold is read back and decoded (MLA) or known (GQA); bounds are those of test_mla.c and test_gqa.c.
  */
-#include "gpu/gpu.h"
+#include "gpu/mla_page.h"
 
 enum {
-    PAGE = 64,
     QUIET = 4,
     PERIOD = 11,
     DISTINCT = QUIET + 200,
     TOKENS = DISTINCT * PAGE,
-    LATENT = 512,
-    ROPE = 64,
-    WIDTH = LATENT + ROPE,
     STEP_TOKENS = 2048,
     MAX_PAGES = 8192,
     CHUNK = 150
@@ -256,21 +252,6 @@ static void op_mla_write(struct gpu *g, void *ctx)
                                                    .arena = f->w->arena});
 }
 
-/* The layout of mla.cuh, as test_mla.c has it. */
-static float stored(const struct dn_kv_layout *l, const uint8_t *page, enum dn_kv_format f, uint32_t token, uint32_t i)
-{
-    uint16_t u;
-    float s = 0;
-    if (f == DN_KV_FP8)
-        memcpy(&s, page + l->format[f].k_scale_offset + token * 4, 4);
-    if (f == DN_KV_BF16 || i >= LATENT) {
-        const uint8_t *block = f == DN_KV_BF16 ? page + i / 64 * 8192 : page + l->format[f].v_offset;
-        memcpy(&u, block + token * 128 + ((i % 64 / 8) ^ (token & 7)) * 16 + i % 8 * 2, 2);
-        return s == 0 ? bf16_to_f32(u) : (float)((double)bf16_to_f32(u) * s);
-    }
-    return (float)(e4m3_to_f64(page[i / 128 * 8192 + token * 128 + ((i % 128 / 16) ^ (token & 7)) * 16 + i % 16]) * s);
-}
-
 /* Pages of both formats with the same tokens; content[f] is [TOKENS][WIDTH] as stored. */
 static void mla_fill(struct world *w, float *content[DN_KV_FORMATS])
 {
@@ -358,17 +339,8 @@ static void mla_decode(struct world *w, const float *content, uint32_t list)
 
 static float *pack_random(struct world *w, struct dn_matrix *m, uint32_t heads, uint32_t n_out)
 {
-    size_t n = (size_t)heads * n_out * LATENT;
-    float *x = malloc(n * sizeof *x);
-    uint16_t *h = malloc(n * sizeof *h);
     *m = (struct dn_matrix){.format = DN_W_BF16, .n_out = n_out, .n_in = LATENT, .n_groups = heads};
-    for (size_t i = 0; i < n; i++)
-        x[i] = bf16_to_f32(h[i] = f32_to_bf16(gpu_normal() / 22));
-    m->bytes = w->g.ops->matrix_bytes(m);
-    m->data = gpu_alloc(&w->g, m->bytes);
-    cr_assert_eq(w->g.ops->matrix_pack(w->g.d, m, 0, heads * n_out, &(struct dn_rows){.bf16 = h}), 0);
-    free(h);
-    return x;
+    return gpu_pack_random(&w->g, m);
 }
 
 /* A row and head: absorbed, which is the same in exact numbers. Bounds as in test_mla.c's oracle_prefill(). */

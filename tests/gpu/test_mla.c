@@ -384,26 +384,13 @@ struct projection {
     struct dn_matrix w_k, w_v;
     float *k, *values; /* [heads][nope or v][LATENT], bf16 values */
 };
-static float *pack_random(struct world *w, struct dn_matrix *m)
-{
-    size_t rows = (size_t)m->n_groups * m->n_out, n = rows * m->n_in;
-    float *x = malloc(n * sizeof *x);
-    uint16_t *h = malloc(n * sizeof *h);
-    for (size_t i = 0; i < n; i++)
-        x[i] = bf16_to_f32(h[i] = f32_to_bf16(gpu_normal() / 22));
-    m->bytes = w->g.ops->matrix_bytes(m);
-    m->data = gpu_alloc(&w->g, m->bytes);
-    cr_assert_eq(w->g.ops->matrix_pack(w->g.d, m, 0, (uint32_t)rows, &(struct dn_rows){.bf16 = h}), 0);
-    free(h);
-    return x;
-}
 static void projection_open(struct world *w, struct projection *p, uint32_t heads, uint32_t nope, uint32_t v)
 {
     *p = (struct projection){.heads = heads, .nope = nope, .v = v};
     p->w_k = (struct dn_matrix){.format = DN_W_BF16, .n_out = nope, .n_in = LATENT, .n_groups = heads};
     p->w_v = (struct dn_matrix){.format = DN_W_BF16, .n_out = v, .n_in = LATENT, .n_groups = heads};
-    p->k = pack_random(w, &p->w_k);
-    p->values = pack_random(w, &p->w_v);
+    p->k = gpu_pack_random(&w->g, &p->w_k);
+    p->values = gpu_pack_random(&w->g, &p->w_v);
 }
 
 /* One row and head in float64, in the latent space, which is the same in exact numbers. Bounds: K and V are rounded to
